@@ -3,10 +3,10 @@
     python -m tools.measure_on_gpus --list
     python -m tools.measure_on_gpus --seconds 540 --out runs/h100 --from results/nvidia-h100 --pack h100.tar.gz rms-norm serving
 
-``measurements.toml`` declares the measurements, and ``measurement_queue.py`` decides which of them run side by side. One is
-stopped at its own limit, or shortly before the deadline: by SIGINT as if by Ctrl-C, so that it saves what it has, and by SIGKILL
-later. Results are written into the folder of ``--out``; the next call with this folder continues them. Ctrl-C stops all
-measurements. The exit code is 0 if all of them ended by themselves with an exit code of success, else 1.
+``measurements.toml`` declares the measurements, and ``measurement_queue.py`` decides which of them run side by side. A
+measurement is stopped at its own limit, or shortly before the deadline: by SIGINT as if by Ctrl-C, so that it saves what it has,
+and by SIGKILL later. Results are written into the folder of ``--out``; the next call with this folder continues them. Ctrl-C
+stops all measurements. The exit code is 0 if all of them ended by themselves with an exit code of success, else 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read(path: Path = DECLARED) -> dict[str, Measurement]:
 
 
 def copy_results(source: Path, out: Path) -> None:
-    """Copy the stored results of a device and the choices of peers' autotuners to ``out``, without replacing a file there."""
+    """Copy the stored results of a device and choices of autotuners to ``out``, without replacing a file there."""
     for folder in (source, source / "models", source / "ranks"):
         for path in (*folder.glob("*.json"), *folder.glob("*.tuning")):
             if not (out / path.name).exists():
@@ -102,7 +102,7 @@ def packing(folder: Path, file: Path | None) -> Iterator[None]:
 
 
 def pack(folder: Path, file: Path) -> None:
-    """Write the files of a folder, but for large ones and those of :data:`STATE`, to a tar.gz, which is replaced in one step."""
+    """Write the files of a folder that :func:`files` yields to a tar.gz, and replace an existing one in one step."""
     part = file.with_name(f"{file.name}.part")
     with tarfile.open(part, "w:gz", compresslevel=1) as archive:
         for path in files(folder):
@@ -117,7 +117,7 @@ def pack(folder: Path, file: Path) -> None:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are packed."""
+    """Yield the files to pack: those of at most :data:`PACKED_BYTES` that are in no folder with the suffix :data:`STATE`."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(each for each in folders if not each.endswith(STATE))
         for path in (Path(parent, name) for name in sorted(names)):
@@ -189,7 +189,7 @@ def parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Me
 
 @contextlib.contextmanager
 def cancelling(queue: Queue) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM stop a queue, and not this process."""
+    """Let Ctrl-C and SIGTERM stop a queue, but not this process."""
     before = {number: signal.signal(number, lambda *_: queue.cancel()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,8 +1,8 @@
 """Queue of measurements on the GPUs of a machine: which starts when, and how one is stopped; ``measure_on_gpus.py`` uses it.
 
 A measurement starts when as many GPUs as it needs are free. The order of the queue is kept: a measurement that has to wait holds
-back those behind it. Quiet measurements are those that compilers on the machine's cores would disturb. They run side by side with
-other quiet ones only.
+back those behind it. Quiet measurements are those that compilers on the machine's CPU cores would disturb. They run side by side
+with other quiet ones only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Measurement:
     codes: tuple[int, ...] = (0,)
 
     def words(self, gpus: Sequence[int], left: float, out: Path) -> list[str]:
-        """Return the command on some GPUs, for a number of seconds and a folder of results."""
+        """Return the words of the command, with values for its placeholders and with ``--also`` for files that exist."""
         gpu = 0 if self.visible else gpus[0]
         values = {"{name}": self.name, "{gpu}": str(gpu), "{left}": str(max(int(left) - SETUP_SECONDS, 1)), "{out}": str(out)}
         present = [out / each for each in self.also if (out / each).exists()]
@@ -54,7 +54,7 @@ class Measurement:
         return [sys.executable, *words[1:]] if words[0] == "python" else words
 
     def variables(self, gpus: Sequence[int]) -> dict[str, str]:
-        """Return the environment of the command on some GPUs, which are counted among those that this process sees."""
+        """Return the environment of the command; ``gpus`` are indices among the GPUs that this process sees."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         ids = [seen[gpu] if gpu < len(seen) and seen[gpu] else str(gpu) for gpu in gpus]
         return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(ids)} if self.visible else {}), **self.environment}
@@ -83,7 +83,7 @@ class Outcome:
     tail: tuple[str, ...] = ()
     """Last lines of its log."""
     good: bool = False
-    """Whether it ended by itself, with one of its exit codes of success."""
+    """Flag that it ended by itself, with one of its exit codes of success."""
 
     def __str__(self) -> str:
         facts = "" if self.code is None else f", exit code {self.code}, {self.seconds:.0f} s"
@@ -118,7 +118,7 @@ class Run:
 
     def kill(self) -> None:
         """Kill the process, its group and its descendants: torchrun starts each rank in a session of its own."""
-        # Once the process was waited for, its number can be another's, but not that of another group while one of its own lives.
+        # Once the process has been waited for, its PID may be reused, but not as a group ID while members of its group live.
         members, table = set() if self.process.returncode is not None else {self.process.pid}, processes()
         while new := {each.pid for each in table if each.parent in members or each.group == self.process.pid} - members:
             members |= new
@@ -135,7 +135,7 @@ class Process(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """True if a word of the command is the package or one of its modules, as in ``python -m onelaunch.cli``."""
+        """Flag that a word of the command is the package or one of its modules, as in ``python -m onelaunch.cli``."""
         return any(word.partition(".")[0] == "onelaunch" for word in self.words)
 
 
@@ -235,7 +235,7 @@ class Queue:
 
     def _end(self, run: Run, now: float) -> None:
         """Free the GPUs of a run that has ended. Its output replaces that of an earlier run only if it ended well."""
-        run.kill()  # what it has left behind
+        run.kill()  # descendants that it has left behind
         self.running.remove(run)
         measured, code, seconds = run.measurement, run.process.returncode, now - run.began
         state: Literal["ended", "stopped"] = "ended" if run.kill_at is None else "stopped"

@@ -3,10 +3,11 @@
     git clone https://github.com/fla-org/flash-linear-attention
     python -m tools.run_fla_tests flash-linear-attention -n 4
 
-The tests come from a checkout of fla, ideally of the commit of the installed version, and compare with fla's own references. In
-each of their modules the name of a function of fla is bound to ours, as ``onelaunch.ops`` has it. A call with arguments that ours
-does not take, such as ``chunk_size``, goes to fla's function, and is counted apart. Arguments behind the folder go to pytest. The
-exit code is pytest's; the last line says how many calls were ours. On a CPU fla's tests cannot run.
+fla is the package flash-linear-attention. The tests come from a checkout of it, ideally of the commit of the installed version,
+and compare with fla's own references. In each of their modules the name of a function of fla is bound to ours, as
+``onelaunch.ops`` has it. A call with arguments that ours does not take, such as ``chunk_size``, goes to fla's function, and is
+counted apart. Arguments after the folder go to pytest. The exit code is pytest's; the last line says how many calls were ours. On
+a CPU fla's tests cannot run.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ OURS = {
     "chunk_hgrn": "chunk_hgrn",
     "fused_recurrent_hgrn": "fused_recurrent_hgrn",
 }
-"""Names of our functions by those of fla's."""
+"""Names of onelaunch's functions by those of fla's."""
 
 FILES = ("test_gla.py", "test_simple_gla.py", "test_hgrn.py")
 """Files of fla's folder ``tests/ops``."""
 
 PROPERTY = "calls of onelaunch and of fla"
-"""Name of the property of a test's report that holds both numbers; it reaches the main process from those of pytest-xdist."""
+"""Property of a test's report that holds both numbers; pytest-xdist passes it from its workers to the main process."""
 
 _REPLACED = "_replaced_by_onelaunch"
-"""Attribute of a replacement, which is not replaced again."""
+"""Attribute that marks a replacement, so that it is not replaced again."""
 
 _calls = [0, 0]
 """Calls of our functions, and of fla's in their place, in this process."""
@@ -73,7 +74,7 @@ def replace(module: ModuleType) -> None:
             setattr(module, name, replacement(getattr(ops, own), theirs))
 
 
-# Hooks of pytest, which loads this module as a plugin in each of its processes
+# Hooks of pytest, which loads this module as a plugin in each of its processes.
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
@@ -84,14 +85,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Any:
-    """Note how many calls a test made."""
+    """Add the numbers of calls that a test made to its report."""
     before = tuple(_calls)
     yield
     item.user_properties.append((PROPERTY, [now - then for now, then in zip(_calls, before, strict=True)]))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the calls of all tests."""
+    """Print the numbers of calls in all tests."""
     made = [0, 0]
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,10 +1,10 @@
 """Functions whose calls are recorded and replayed: when a call is run, recorded or replayed, and when it must not be.
 
 Operators (``operator.py``) and operations (``operation/definition.py``) make :class:`Planned` functions, and the functions with
-fla's names are decorated by :func:`replayed`. A :class:`Planned` function runs as it is the first time that it meets inputs with
-certain facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.launch.facts`), is recorded the second time, and is
-replayed from then on: from a :class:`~onelaunch.launch.plan.Plan`, or from a :class:`~onelaunch.launch.tape.Taped` if autograd
-follows the call.
+names of flash-linear-attention are decorated by :func:`replayed`. A :class:`Planned` function runs as it is the first time that
+it meets inputs with certain facts (shapes, strides, dtypes, device, alignment, see :mod:`onelaunch.launch.facts`), is recorded
+the second time, and is replayed from then on: from a :class:`~onelaunch.launch.plan.Plan`, or from a
+:class:`~onelaunch.launch.tape.Taped` if autograd follows the call.
 
 Under anything that must see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
 launch hooks), and if another device is current, the function itself runs, as it does while ``torch.compile`` traces. It is not
@@ -47,7 +47,7 @@ _MOST_DISTANCES = 256
 """Largest number of plans kept for equal facts that differ in the byte distances between the addresses of their inputs."""
 
 _SEEN = object()
-"""Entry for facts without a plan of which a first call was made."""
+"""Entry for facts with which one call was made; the next one is recorded."""
 
 _ALL: list[Planned[Any]] = []
 """All planned functions of the process."""
@@ -78,7 +78,7 @@ class Planned(Generic[R]):
         self._taped = taped
         self._autocast = autocast
         self._lowered: dict[torch.dtype, Planned[R]] = {}
-        """Objects that make the calls under autocast, by its dtype, which decides what a call casts."""
+        """Objects for the calls under autocast, by the dtype that autocast casts to."""
         self._plans: dict[tuple[Any, ...], Any] = {}
         self._latest: tuple[tuple[Any, ...], Any, dict[tuple[Any, ...], Any], Repeated | None] | None = None
         _ALL.append(self)
@@ -116,11 +116,11 @@ class Planned(Generic[R]):
         return self._run(inputs, named, facts, found, plans)
 
     def _in_its_place(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., R] | None:
-        """Return what makes a call, with gradients or without, in the place of this object; ``None`` if the object makes it.
+        """Return the function or object that makes a call in the place of this one; ``None`` if this object makes the call.
 
-        It is the function itself on devices that are not those of :class:`Device` and inside a tape; where functions are to be
-        called around launches; and on GPUs while ``ONELAUNCH_CHECK_VALUES`` is set, since a replay checks no values of their
-        tensors. Under autocast it is the object for autocast's dtype.
+        It is the function itself if the first input is no tensor, while a tape is recorded, and on devices that :class:`Device`
+        does not list. On GPUs it is also the function if Triton has launch hooks, or if ``ONELAUNCH_CHECK_VALUES`` is set, since
+        a replay checks no values of their tensors. Under autocast it is the object for autocast's dtype.
         """
         first = inputs[0] if inputs else next(iter(named.values()), None)
         if not isinstance(first, torch.Tensor) or active_tape() is not None:
@@ -155,7 +155,8 @@ class Planned(Generic[R]):
             types = Device.types + Device.taped if self._taped else Device.types
             if found is None and all(each.device.type in types for each in facts.tensors):
                 results = self._function(*inputs, **named)
-                # Not before: a recorded call compiles its kernels by itself, while a plain one waits for those of this call.
+                # The entry is made after the call. Until then calls of other threads are not recorded, and wait for the kernels
+                # that this call compiles. A recorded call would compile them itself.
                 if facts.key not in plans:
                     self._remember(facts, _SEEN, plans)
                 return results
@@ -211,7 +212,7 @@ class Planned(Generic[R]):
     def forget(self) -> None:
         """Forget all plans, also those of calls that other threads look up or record meanwhile.
 
-        They belong to the old dictionary, in which nothing is found again.
+        Such calls keep their plans in the old dictionary, in which no later call looks.
         """
         self._plans = {}
         self._latest = None
@@ -230,9 +231,9 @@ class Planned(Generic[R]):
 
 
 def _repeated(found: Plan | Taped, inputs: tuple[Any, ...], named: dict[str, Any], facts: Facts) -> Repeated | None:
-    """Return the comparison of later inputs with those of a call that was recorded, or ``None`` if they cannot be compared.
+    """Return an object that compares later inputs with those of a recorded call, or ``None`` if they cannot be compared.
 
-    The plan or the tape of the call keeps it.
+    The plan or the tape of the call keeps this object.
     """
     if found.repeated is None:
         try:
@@ -290,7 +291,7 @@ def refuse_plan(problem: str) -> None:
 
 @contextmanager
 def unrecorded(problem: str) -> Iterator[None]:
-    """Stop the recording in this thread inside, if there is one, and keep the call that is recorded from being replayed later."""
+    """Pause the recording in this thread, if there is one, and keep the call that is recorded from being replayed later."""
     stopped = [active for active in (recorder(), active_tape()) if active is not None]
     for active in stopped:
         active.fail(problem)

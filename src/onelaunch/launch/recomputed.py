@@ -1,9 +1,9 @@
 """Tensors that a backward pass computes again from smaller or shared ones instead of saving them.
 
-A norm saves its sum. The product behind it would save the normalized rows as well, which one pass over the sum makes again. So
-the operator that makes such a tensor attaches a :class:`Recipe` to it (:func:`attach`), and an operator that would save the
-tensor saves what the recipe reads in its place (:func:`instead_of`). ``rms_norm`` attaches recipes to its rows; ``swiglu`` and
-``gla_layer`` ask for them.
+``rms_norm`` saves its input after the addition of the residual. The matrix product that follows would save the normalized rows as
+well, which one pass over that saved tensor computes again. So the operator that makes such a tensor attaches a :class:`Recipe` to
+it (:func:`attach`), and an operator that would save the tensor saves what the recipe reads in its place (:func:`instead_of`).
+``rms_norm`` attaches recipes to its rows; ``swiglu`` and ``gla_layer`` ask for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = "_onelaunch_recipe"
 
 
 class Recipe(NamedTuple):
-    """How a tensor can be computed again."""
+    """Function and inputs from which a tensor can be computed again."""
 
     compute: Callable[..., torch.Tensor]
     """Function from the tensors to one of the same elements, contiguous. It must not use anything that may change meanwhile."""
@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
     """Tensors that the function reads first."""
     parameters: tuple[torch.Tensor, ...]
     """Copies of small parameters of a module, which it reads after them. FSDP frees a module's parameters after its forward pass,
-    before a module behind it saves anything, and no version counter tells."""
+    before a module behind it saves anything, and no version counter shows that."""
     versions: tuple[int, ...]
     """Version counters of the tensor itself and of ``tensors`` when the recipe was attached."""
 
@@ -55,7 +55,7 @@ def attach(
     tensors: tuple[torch.Tensor, ...],
     parameters: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """Note that ``compute(*tensors, *parameters)`` makes a new contiguous tensor again, unless a tracer runs.
+    """Attach a recipe to a new contiguous tensor, which ``compute(*tensors, *parameters)`` computes again, unless a tracer runs.
 
     It is called when autograd saves tensors, so neither the recipe nor its tensors have a graph. Tensors of less than
     :data:`LEAST_BYTES` get no recipe.

@@ -1,10 +1,11 @@
-"""Tapes: recordings of the PyTorch functions and operators of ours in a differentiable call, which a replay calls again.
+"""Tapes: recordings of the PyTorch functions and of onelaunch's operators in a differentiable call, which a replay calls again.
 
-A call that takes gradients cannot be replayed below autograd, as :class:`~onelaunch.launch.plan.Plan` does. Its argument checks
-and the choice of a variant can be left out all the same: what remains is a list of calls, mostly of a single operator. A tape is
-recorded by a mode that sees PyTorch's functions, and :class:`~onelaunch.launch.operator.Operator` reports its own calls. A call
-under ``torch.autocast`` casts its inputs and turns autocast off for the rest. The tape repeats each step with autocast on or off
-as it was.
+A call that takes gradients cannot be replayed below autograd, as :class:`~onelaunch.launch.plan.Plan` does. But its argument
+checks and the choice of a variant can be left out: what remains is a list of calls, mostly of a single operator. A tape is
+recorded by a ``TorchFunctionMode``, which sees PyTorch's functions, and :class:`~onelaunch.launch.operator.Operator` reports its
+own calls. A call under ``torch.autocast`` casts its inputs and turns autocast off for the rest. The tape repeats each step with
+autocast on or off as it was.
+
 ``planned.py`` records tapes and replays them; the contracts of ``gated_scan`` and ``gla`` read values by :func:`check_always`.
 """
 
@@ -59,7 +60,7 @@ class TapedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of a tensor of a taped call: the inputs first, then the results of the steps in order."""
+    """Index that stands for a tensor of a taped call: the inputs come first, then the results of the steps in order."""
 
     index: int
 
@@ -79,7 +80,7 @@ def active_tape() -> Tape | None:
 
 
 class Tape(TorchFunctionMode):
-    """Mode that records a call.
+    """Mode that records the PyTorch functions and operators of a call.
 
     Args:
         inputs: Tensors of the call.
@@ -91,7 +92,7 @@ class Tape(TorchFunctionMode):
         self.problem: str | None = None
         self._autocast = autocast
         self._inside = False
-        self._slots: list[torch.Tensor] = []  # keeps the tensors alive, so that their identities stay theirs
+        self._slots: list[torch.Tensor] = []  # keeps the tensors alive, so that no other tensor gets their ids
         self._at: dict[int, int] = {}
         self._calls: list[TapedCall] = []
         for each in inputs:
@@ -210,8 +211,8 @@ class Tape(TorchFunctionMode):
         needed = _slots(wanted)
         calls = []
         for each in reversed(self._calls):
-            # A call without results is a check. One that takes gradients saves tensors for a backward pass, and activation
-            # checkpointing wants as many of them when it repeats a call.
+            # A call without results is a check, and is kept. A call with gradients is kept even if its results are not used: it
+            # saves tensors for backward, and activation checkpointing expects a repeated call to save as many.
             if not each.made or needed & set(each.made) or any(self._slots[index].requires_grad for index in each.made):
                 needed |= _slots((each.arguments, each.keywords))
                 calls.append(each)
@@ -256,15 +257,15 @@ def _filled(template: Any, values: list[Any]) -> Any:
 
 
 class Taped:
-    """Calls that repeat a recorded one, with autograd.
+    """Sequence of calls that repeats a recorded call, with autograd.
 
-    A replay goes through one list of values: the inputs, the constant arguments of all steps, then the results of the steps.
+    A replay keeps one list of values: the inputs, the constant arguments of all steps, then the results of the steps.
 
     Args:
         inputs: Number of the tensors of the call.
         calls: Calls in their order.
-        results: Template of the results of the whole.
-        autocast: Device type for which autocast is on where the whole is called; ``None`` if it is off.
+        results: Template of the results of the recorded call.
+        autocast: Device type for which autocast is on around the recorded call; ``None`` if it is off.
     """
 
     __slots__ = ("_autocast", "_constants", "_parts", "_results", "repeated")
@@ -326,7 +327,7 @@ class Taped:
 
 
 def _getter(results: Any, nothing: int) -> Callable[[list[Any]], Any]:
-    """Return the function from the values of a replay to the results, of which ``nothing`` is the index of a ``None``."""
+    """Return the function from the values of a replay to its results; ``nothing`` is the index of a ``None`` in the values."""
     if isinstance(results, Slot):
         return itemgetter(results.index)
     if type(results) is tuple and len(results) > 1 and all(each is None or isinstance(each, Slot) for each in results):

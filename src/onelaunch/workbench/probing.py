@@ -1,7 +1,7 @@
 """Variants that a run judges on the probes of their operation, and earlier reports of such probes that still hold.
 
-``running.py`` calls :func:`to_probe` and :func:`calls_at_probes` before anything is measured, and :func:`still_holding` when it
-continues an earlier run.
+A probe is an edge case of an operation (``operation/probe.py``). ``running.py`` calls :func:`to_probe` and
+:func:`calls_at_probes` before anything is measured, and :func:`still_holding` when it continues an earlier run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Probed(NamedTuple):
         return report is not None and set(self.directions) <= set(report.directions)
 
     def ended(self, failures: Mapping[Key, tuple[Status, str]]) -> tuple[str, ...]:
-        """Return why the variant is not judged, by the failures of a run: it ended a process, perhaps at a probe."""
+        """Return the reasons why the variant is not judged: failures of a run in which it ended a process, perhaps at a probe."""
         of_it = (self.planned.variant, False)
         return tuple(reason for key, (_, reason) in failures.items() if key[2:] == of_it and key[0] in self.shapes)
 
@@ -53,8 +53,8 @@ def to_probe(study: Study, cells: Sequence[PlannedCell], part: Part) -> list[Pro
     """Return the variants that this part of a run judges on probes; each variant is of one part.
 
     Variants of other projects' packages are left out: ``auto`` never chooses them, and some tune for minutes at each size.
-    So are those that ``torch.compile`` compiles anew for each size, and those that ``auto`` chooses, which have been judged in
-    their own tests.
+    So are those that ``torch.compile`` compiles anew for each size, and ``auto`` itself, whose choices are judged in their own
+    tests.
     """
     found: dict[str, Probed] = {}
     for cell in cells:
@@ -94,7 +94,7 @@ def code_of(study: Study) -> dict[str, str]:
     """Return a digest by label of all code on which the report of a variant rests.
 
     That is its own code, and that of the probes, the reference outputs, the inputs, the PyTorch baseline, whose error sets the
-    tolerance, and the gate. Variants whose code no file holds are left out.
+    tolerance, and the package ``verify``. Variants whose code no file holds are left out.
     """
     files = Path(verify.__file__).parent.glob("*.py")
     gate = digest_of_files({path.name: path for path in files})

@@ -21,7 +21,8 @@ MOST_COLUMNS = 1 << 24
 _MOST_VECTOR_ROWS = 4
 """Most rows of float32 that are multiplied one by one, on CUDA cores.
 
-Matrix units pad rows to 16. This costs nothing in 16 bits, but float32 without TF32 has no matrix units, and pads in vain.
+Matrix units (tensor cores) pad rows to 16. This costs nothing in 16 bits, but float32 without TF32 has no matrix units, and pads
+in vain.
 """
 
 _FEWEST_COLUMNS = 16
@@ -64,9 +65,9 @@ class FewRowsConfig:
     inner: int
     """Rows of a block of the weight, BK."""
     blocks: int
-    """Blocks of a part."""
+    """Blocks of the weight in a part."""
     parts: int
-    """Parts of D; the CTA of a slice that ends last adds their sums."""
+    """Parts of D (split-K); the CTA of a slice that ends last adds their sums."""
     slices: int
     """Slices of V."""
     warps: int

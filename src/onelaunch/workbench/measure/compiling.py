@@ -3,9 +3,9 @@
 The calls at the probes of operations come first. The measuring process then judges variants on the probes, while the others go on
 with the calls that will be measured.
 
-Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. Autotuning is
-left to it, because several processes share the device and disturb each other's times. But the configurations that an autotuner
-will try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
+Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. Autotuning is left to the
+measuring process, because processes that share a device disturb each other's times. But the configurations that an autotuner will
+try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
 :func:`calls_to_compile` and of ``probing.py``. Without processes it calls :func:`compile_probes` before variants are judged.
 """
 
@@ -61,7 +61,7 @@ class ProbeCall(NamedTuple):
 
 
 PATIENCE = 300.0
-"""Seconds in which no process ends a call, after which all of them are given up."""
+"""Seconds without a finished call after which all processes are killed, and the remaining calls given up."""
 
 
 def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
@@ -199,7 +199,7 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
 
     Times that are taken while several processes use the device would be useless, and take longer than the compilation. The first
     configuration that compiles runs, unless it needs more shared memory than the device has: then the results of the call hold no
-    values, and the kernels behind it are compiled all the same. The choices that each autotuner cached before are dropped at its
+    values, and the kernels after it are compiled all the same. The choices that each autotuner cached before are dropped at its
     first run in the block, so that it does compile this part, and no choice that is made here is stored on disk. Where one is
     stored already, such as by an earlier run of the study, it alone is compiled.
     """
@@ -220,7 +220,7 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
 
 
 def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
-    """Return what replaces methods of Triton's autotuner, by name, so that it compiles one part of the configurations."""
+    """Return replacements of methods of Triton's autotuner, by name, with which it compiles one part of the configurations."""
     from triton.runtime.autotuner import Autotuner, OutOfResources
 
     prune, look_up, run = Autotuner.prune_configs, Autotuner.check_disk_cache, Autotuner.run
@@ -266,7 +266,7 @@ def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
 
 
 def _not_stored() -> None:
-    """Raise the error of a tuner's choice that is not stored on disk; Triton calls this in place of timing configurations."""
+    """Raise an error: no choice of the autotuner is stored on disk. Triton calls this in place of timing configurations."""
     raise LookupError
 
 

@@ -4,12 +4,12 @@ Computes   v = x W,  s_t = exp(log_decay_t) * s_{t-1} + v_t,  y_t = s_t * silu(g
 Grid       one CTA per slice of BN columns and part of D, ceil(V / BN) times parts. The slices of a part are neighbours, so that
            CTAs which read the same lines of W run at the same time. A CTA has all M = B T rows, in one tile of BM rows.
 On chip    blocks of x [BM, BK] and W [BK, BN], which Triton copies by cp.async into STAGES - 1 buffers of shared memory. A CTA's
-           part of W fits into them for usual layers, so all of it is in flight from the start. Matrix units multiply: each of
-           the WARPS warps takes its own BK / WARPS rows of a block of W, and has its own sums [BM, BN], so that no two warps
-           read the same data. With VECTOR, for float32 and the fewest rows, CUDA cores multiply and sum row by row instead.
-           The sums of all warps are added through shared memory, into a layout that gives each thread its own elements.
+           part of W fits into them for usual layers, so all of it is in flight from the start. Matrix units (tensor cores)
+           multiply: each of the WARPS warps takes its own BK / WARPS rows of a block of W, and has its own sums [BM, BN], so that
+           no two warps read the same data. With VECTOR, for float32 and the fewest rows, CUDA cores multiply and sum row by row
+           instead. The sums of all warps are added through shared memory, into a layout that gives each thread its own elements.
 Memory     reads W once, x once per slice, mostly from L2, and decays, gates and states once per part; writes y and final states.
-           With several parts also writes and reads the float32 sums of each, BM V parts numbers, in L2.
+           With several parts also writes and reads the float32 sums of each, BM * V * parts numbers, in L2.
 Protocol   with several parts (SPLIT) one counter per slice: when all warps of a CTA have stored its sums (bar.sync), one thread
            adds 1 with release and acquire semantics at GPU scope. The CTA that finds all others of its slice counted adds the
            sums, finishes the slice, and sets the counter back to 0. No CTA waits for another.
@@ -49,7 +49,7 @@ def spread(tile):
 
     In the layout of a product's sums each warp has a whole tile [BM, BN]. Triton keeps this layout for all that follows, so that
     every warp would compute all exponentials. It does not keep it across a scan, here one along a new axis of size 1. On sm_90a
-    the kernel for 16 rows has 448 instructions with it and 654 without.
+    the kernel for 16 rows has 448 instructions with this scan and 654 without.
     """
     return tl.sum(tl.associative_scan(tl.expand_dims(tile, 0), 0, take_second), 0)
 
@@ -61,7 +61,8 @@ def project_by_vectors(
 ):  # fmt: skip
     """Return x W for all rows and the columns ``c`` over ``blocks`` blocks of D from ``first_k``, float32 [BM, BN].
 
-    CUDA cores multiply and sum row by row. EVEN_D: blocks end where D ends, so k needs no mask. EVEN_V: so for columns and V.
+    CUDA cores multiply and sum row by row. With EVEN_D blocks end where D ends, so k needs no mask. With EVEN_V slices end where
+    V ends, so ``c`` needs none.
     """
     rows = tl.arange(0, BM)
     k = tl.arange(0, BK)
@@ -144,7 +145,7 @@ def finish(
 ):  # fmt: skip
     """Scan v [BM, BN] over the rows of each sequence, gate, and store y and the final states.
 
-    ``entering`` are the initial states in the rows of first steps, unless sequences are packed: their offsets are read here.
+    ``entering`` holds the initial states in the rows of first steps. For packed sequences they are loaded here, by the offsets.
     """
     valid = (m < M)[:, None] & (c < channels)[None, :]
     if PACKED:
@@ -189,10 +190,10 @@ def few_rows_kernel(
 ):  # fmt: skip
     """Compute one slice of y and of the final states, or one part of its sums: see the top of the file.
 
-    x [M, D], log_decay and gate [M, V] have a row for each step of each sequence, ``x_stride`` and so on elements apart. BM of
-    these strides, and BK of ``weight_stride``, are below 2^31. A part has ``blocks`` blocks of BK rows of W, one if STAGES is 1.
-    ``terms`` [parts, slices, BM, BN] is float32 scratch, and ``counters`` [slices], int64, are 0 before and after the launch;
-    both are None unless SPLIT.
+    x [M, D], log_decay and gate [M, V] have a row for each step of each sequence, ``x_stride`` and so on elements apart. BM times
+    each of these strides, and BK times ``weight_stride``, is below 2^31. A part has ``blocks`` blocks of BK rows of W, one if
+    STAGES is 1. ``terms`` [parts, slices, BM, BN] is float32 scratch, and ``counters`` [slices], int64, are 0 before and after
+    the launch; both are None unless SPLIT.
     """
     slices = tl.cdiv(channels, BN)
     own, part = tl.program_id(0) % slices, tl.program_id(0) // slices
@@ -202,7 +203,7 @@ def few_rows_kernel(
     valid = (m < M)[:, None] & (c < channels)[None, :]
     # Loads that the scan needs are issued before the product, so that they arrive while the weight does.
     log_decays = tl.load(log_decay + (m[:, None] * decay_stride + c[None, :]), mask=valid, other=0.0)
-    gates = log_decays  # stands for the argument, which is not read if GATED is false
+    gates = log_decays  # a placeholder, which is not used if GATED is false
     if GATED:
         gates = tl.load(gate + (m[:, None] * gate_stride + c[None, :]), mask=valid, other=0.0)
     entering = tl.zeros([BM, BN], tl.float32)
