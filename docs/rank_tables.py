@@ -28,13 +28,23 @@ def _section(result: RankResult, file: str) -> str:
     if any(each.exchange for each in ordered):
         heads.append("exchange")
         rows = [[*row, markdown(each.exchange) or NONE] for row, each in zip(rows, ordered, strict=True)]
-    runs = [each.provenance for each in measured]
-    latest = max(runs, key=lambda run: run.date)
-    where = f"{latest.device}, {latest.date[:10]}, commit {latest.commit[:12]}, {file}"
+    latest = max((each.provenance for each in measured), key=lambda run: run.date)
+    where = f"{latest.device}, {latest.date[:10]}, {_commits(measured)}, {file}"
     judged = [
         f"- {each.criterion.name}: **{each.status.replace('_', ' ')}**. {markdown(each.evidence)}." for each in result.outcomes
     ]
     return "\n\n".join([f"Medians ({markdown(where)}):", markdown_table(heads, rows, right=range(4, 9)), "\n".join(judged)])
+
+
+def _commits(measured: list[Measured]) -> str:
+    """Return the commits at which calls were measured, each with its numbers of ranks if there are several commits."""
+    ranks: dict[str, set[int]] = {}
+    for each in sorted(measured, key=lambda each: each.provenance.date):
+        ranks.setdefault(each.provenance.commit[:12], set()).add(each.ranks)
+    if len(ranks) == 1:
+        return f"commit {next(iter(ranks))}"
+    parts = [f"{commit} for {' and '.join(map(str, sorted(numbers)))} ranks" for commit, numbers in ranks.items()]
+    return f"commits {' and '.join(parts)}"
 
 
 def _row(result: RankResult, measured: Measured) -> list[str]:
