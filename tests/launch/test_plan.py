@@ -7,9 +7,11 @@ They run on CPU memory with stand-in kernels, see ``replayed.py``. ``test_plan_g
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from onelaunch.launch.imitation import observe
 from onelaunch.launch.launch import Launch
 from onelaunch.launch.packet import Address, Image, Packet, Parameters, place
 from onelaunch.launch.parameters import NotPlannable, with_map
-from onelaunch.launch.plan import Plan
+from onelaunch.launch.plan import Device, Plan
 from onelaunch.launch.planned import Planned, refuse_plan, refused_calls
 from onelaunch.launch.recording import Recorder, Recording, recorder
 from tests.launch.replayed import Kernel, machine  # noqa: F401 - a fixture
@@ -117,6 +119,65 @@ def test_a_plan_of_one_device_is_not_replayed_while_another_is_current(sum_of, m
     machine.device = 1
     sum_of(*vectors(), 0.5)
     assert (len(machine.launches), sum_of.count) == (1, 3)
+
+
+@pytest.fixture
+def tensors_on_gpu_0(machine, monkeypatch):  # noqa: F811
+    """Pretend that all tensors are on GPU 0. The stand-in has the index of the GPU that is current."""
+
+    @contextlib.contextmanager
+    def at(index):
+        before, machine.device = machine.device, index
+        try:
+            yield
+        finally:
+            machine.device = before
+
+    monkeypatch.setattr(Device, "elsewhere", lambda _: None if machine.device == 0 else 0)
+    monkeypatch.setattr(Device, "at", at)
+
+
+@pytest.mark.usefixtures("tensors_on_gpu_0")
+def test_calls_are_replayed_on_the_gpu_of_their_tensors(sum_of, machine):  # noqa: F811
+    machine.device = 1
+    for _ in range(5):
+        a, b = vectors()
+        torch.testing.assert_close(sum_of(a, b, 0.5), a + 0.5 * b)
+    assert (len(machine.launches), sum_of.count) == (3, 2)
+    assert machine.device == 1
+
+
+@pytest.mark.usefixtures("tensors_on_gpu_0")
+def test_a_function_that_raises_leaves_the_current_gpu_as_it_was(machine):  # noqa: F811
+    def run(_):
+        raise ValueError(machine.device)
+
+    machine.device = 1
+    with pytest.raises(ValueError, match=r"^0$"):
+        Planned(run)(torch.zeros(N))
+    assert machine.device == 1
+
+
+@pytest.mark.usefixtures("tensors_on_gpu_0")
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(machine):  # noqa: F811
+    def note(out):
+        out[0] = machine.device
+
+    machine.device, out = 3, torch.full((N,), -1.0)
+    Launch(Kernel(machine, note, out="*fp32", BLOCK="constexpr"), (1,), out, BLOCK=8).run()
+    assert (out[0], machine.device) == (0, 3)
+
+
+def test_the_first_tensor_on_a_gpu_says_where_a_call_runs(machine):  # noqa: F811
+    with FakeTensorMode():
+        first, second = (torch.empty(2, device=f"cuda:{index}") for index in (1, 2))
+    machine.device = 1
+    assert Device.elsewhere([torch.zeros(2), 3, None]) is None
+    assert Device.elsewhere([torch.zeros(2), None, first, second]) is None
+    assert Device.elsewhere([torch.zeros(2), second, first]) == 2
+    assert Device.elsewhere([4, SimpleNamespace(base=second)]) == 2  # a descriptor for TMA
+    machine.device = 0
+    assert Device.elsewhere([first]) == 1
 
 
 def test_a_plan_that_allocates_nothing_is_one_of_the_device_of_its_inputs():

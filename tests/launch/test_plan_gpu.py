@@ -236,3 +236,42 @@ def test_a_compiled_call_follows_replays(call):
         compiled = torch.compile(function, fullgraph=True)
         for one, other in zip(tensors(compiled(*given)), results(function, given), strict=True):
             torch.testing.assert_close(one, other)
+
+
+on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+"""Mark of tests in which the tensors of a call are on a GPU that is not current."""
+
+
+@on_two_gpus
+@pytest.mark.parametrize("name", [*TRAINED])
+@torch.no_grad()
+def test_calls_run_and_are_replayed_on_the_gpu_of_their_tensors(name):
+    function, make = TRAINED[name]
+    for at in range(5):
+        with torch.cuda.device(1):
+            given = make()
+        found, wanted = tensors(function(*given)), results(function, given)  # neither recorded nor replayed: by launches alone
+        assert torch.cuda.current_device() == 0
+        assert all(each.device.index == 1 for each in (*found, *wanted))
+        if at == 1:
+            recorded = [plan for each in _ALL for plan in each.plans()]
+            assert recorded
+            assert all(plan.index == 1 for plan in recorded if type(plan) is Plan)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert refused_calls() == {}
+
+
+@on_two_gpus
+@pytest.mark.parametrize("name", ["gla", "swiglu", "linear_rnn", "gated_scan", "rms_norm", "gla_layer"])
+def test_gradients_of_tensors_on_another_gpu_are_those_of_the_current_one(name):
+    function, make = TRAINED[name]
+    for _ in range(4):
+        here = [each.requires_grad_() for each in make()]
+        there = [each.detach().to("cuda:1").requires_grad_() for each in here]
+        up = torch.randn_like(tensors(function(*here))[0])
+        wanted, found = outputs_and_gradients(function, here, up), outputs_and_gradients(function, there, up.to("cuda:1"))
+        for one, other in zip(found, wanted, strict=True):
+            assert one.device.index == 1
+            torch.testing.assert_close(one.to("cuda:0"), other, rtol=1e-2, atol=1e-2)
+    assert torch.cuda.current_device() == 0

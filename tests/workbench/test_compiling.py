@@ -10,6 +10,7 @@ A test marked ``thorough`` does not run in ``make test``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -380,17 +381,44 @@ def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
     assert all(reference() is None for reference in left)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_gpu_gets_its_memory_back_after_each_call(fails, monkeypatch):
+@pytest.fixture
+def gpu_3(monkeypatch):
+    """Pretend that there is a GPU 3, and return a list of what happens: the calls, and when the GPU is the current one."""
     done = []
 
+    @contextlib.contextmanager
+    def current(device):
+        done.append(f"{device} is current")
+        yield
+        done.append("no more")
+
+    monkeypatch.setattr(compiling.hardware, "current", current)
+    monkeypatch.setattr(compiling, "_make", lambda *_: done.append("made"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    return done
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpu_is_current_during_each_call_and_gets_its_memory_back(fails, gpu_3, monkeypatch):
     def make(*_):
-        done.append("made")
+        gpu_3.append("made")
         if fails:
             raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(compiling, "_make", make)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
-    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:0")
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3")
     assert problem == ("OutOfMemoryError: no more" if fails else None)
-    assert done == ["made", "emptied"]
+    assert gpu_3 == ["cuda:3 is current", "made", "no more", "emptied"]
+
+
+@pytest.mark.parametrize("call", [CompileCall("first", "forward", "eager"), CompileCall("first", "forward", "eager", 1, 2)])
+def test_an_error_by_which_a_gpu_ends_is_reported_and_not_raised(call, gpu_3, monkeypatch):
+    """After an illegal access every later call of CUDA fails in the process, also the one that frees memory."""
+
+    def empty_cache():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    problem = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert call_once(study(), call, "cuda:3") == (problem if call.parts == 1 else None)
+    assert "made" in gpu_3

@@ -12,9 +12,10 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,6 +116,14 @@ def resolve(name: str = "auto") -> torch.device:
     if wanted not in present():
         raise NoDeviceError(name, present=present())
     return torch.device(wanted)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is PyTorch's current one. Kernels of some libraries run there, wherever their tensors are.
+
+    For a CPU it does nothing.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def is_hip(device: torch.device) -> bool:

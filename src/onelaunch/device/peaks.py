@@ -28,7 +28,7 @@ import torch
 
 from onelaunch import cuda, folders
 from onelaunch.device import quick_look
-from onelaunch.device.hardware import Ceilings, describe, free_memory, multiplies_float8, room_for
+from onelaunch.device.hardware import Ceilings, current, describe, free_memory, multiplies_float8, room_for
 from onelaunch.device.read_rate import checksum, read_kernels
 from onelaunch.errors import BusyDeviceNotice, FallbackNotice, OneLaunchError
 
@@ -402,14 +402,12 @@ def _clock(device: torch.device) -> Callable[[Callable[[], object], int], float]
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
     """Make a GPU PyTorch's current device, and return the cached memory to it at the end."""
-    if device.type == "cpu":
-        yield
-        return
-    with torch.cuda.device(device):
+    with current(device):
         try:
             yield
         finally:
-            torch.cuda.empty_cache()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _multiplied(device: str) -> tuple[torch.dtype, ...]:

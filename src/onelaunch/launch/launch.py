@@ -21,6 +21,7 @@ from onelaunch.cuda.module import Function, Kind, load
 from onelaunch.launch.cache_keys import complete_key
 from onelaunch.launch.global_atomics import global_atomics
 from onelaunch.launch.imitation import record_launch
+from onelaunch.launch.plan import Device
 from onelaunch.launch.recording import recorder
 from onelaunch.launch.running import compile_running_call
 from onelaunch.launch.triton_cache import fall_back
@@ -69,7 +70,15 @@ class Launch:
         return f"<launch of {self.kernel.__name__} on a grid of {self.grid}>"
 
     def _launch(self) -> None:
-        """Launch the kernel by ``kernel.run``, since ``kernel[grid](...)`` would pack the arguments a second time."""
+        """Launch the kernel by ``kernel.run``, since ``kernel[grid](...)`` would pack the arguments a second time.
+
+        Triton launches on the current GPU, so that of the arguments is made current.
+        """
+        elsewhere = Device.elsewhere(self.arguments)
+        if elsewhere is not None:
+            with Device.at(elsewhere):
+                self._launch()
+            return
         kernel = self.kernel
         if id(kernel) not in _READY:
             _make_ready(kernel)

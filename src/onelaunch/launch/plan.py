@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,11 +55,26 @@ class Device:
 
     current = staticmethod(getattr(torch._C, "_cuda_getDevice", lambda: 0))  # noqa: SLF001 - as torch.cuda.current_device, quicker
     stream = staticmethod(getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0))  # noqa: SLF001
+    at = staticmethod(torch.cuda.device)
+    """Context in which the GPU of an index is current."""
 
     @staticmethod
     def is_capturing() -> bool:
         """Return whether a CUDA graph is being captured."""
         return torch.cuda.is_current_stream_capturing()
+
+    @classmethod
+    def elsewhere(cls, values: Iterable[Any]) -> int | None:
+        """Return the index of the GPU of the first tensor on a GPU among values if another GPU is current, else ``None``.
+
+        PyTorch's functions run on the GPU of their tensors. Triton launches on the current one, where addresses are not valid.
+        """
+        for each in values:
+            tensor = each if isinstance(each, torch.Tensor) else getattr(each, "base", None)  # descriptors have a base
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                index = tensor.get_device()
+                return None if index == cls.current() else index
+        return None
 
 
 class Plan:

@@ -7,9 +7,9 @@ the second time, and is replayed from then on: from a :class:`~onelaunch.launch.
 :class:`~onelaunch.launch.tape.Taped` if autograd follows the call.
 
 Under anything that must see PyTorch's operators or our launches (a dispatch mode, a tracer, a function transform, Triton's
-launch hooks), and if another device is current, the function itself runs, as it does while ``torch.compile`` traces. It is not
-recorded during the capture of a CUDA graph, but a plan that exists can be captured: its allocations and launches are then the
-graph's.
+launch hooks), the function itself runs, as it does while ``torch.compile`` traces. It is not recorded during the capture of a
+CUDA graph, but a plan that exists can be captured: its allocations and launches are then the graph's. A call with tensors of a
+GPU that is not current makes that GPU current.
 
 The registry, the dispatcher, and variants whose function is replaced call :func:`forget_plans`, since plans repeat what ran
 before. The dispatcher keeps calls from being recorded by :func:`unrecorded`, as do variants that ``torch.compile`` compiles. It
@@ -145,8 +145,13 @@ class Planned(Generic[R]):
         """Run the function, or record it if it has met such inputs before.
 
         ``plans`` is the dictionary of plans in which the call was looked up. What the call makes is remembered there, so that it
-        is lost if plans are forgotten meanwhile: the function may have changed while it ran.
+        is lost if plans are forgotten meanwhile: the function may have changed while it ran. A call with tensors of a GPU that is
+        not current is made again with that GPU current, as PyTorch's own functions do, so that it is replayed too.
         """
+        elsewhere = Device.elsewhere(facts.tensors)
+        if elsewhere is not None:
+            with Device.at(elsewhere):
+                return self(*inputs, **named)
         if type(found) is dict:
             plan = found.get(_distances_of(found, facts))
             if plan is not None and plan.index == Device.current():

@@ -28,7 +28,7 @@ from onelaunch.decode.runtime.order import StreamOrder
 from onelaunch.decode.runtime.products import StreamProducts, tables_of, takes
 from onelaunch.decode.runtime.unpacking import Unpacker, other_rows
 from onelaunch.device.architectures import find_architecture
-from onelaunch.device.hardware import is_hopper
+from onelaunch.device.hardware import current, is_hopper
 from onelaunch.launch.build import Build, builds_of
 from onelaunch.launch.imitation import record
 
@@ -96,7 +96,7 @@ class LayerBuffer:
 
         The buffer's device is the current one inside, since Triton's launches run there.
         """
-        with self._lock, torch.cuda.device(self._flat.device) if self._flat.is_cuda else contextlib.nullcontext():
+        with self._lock, current(self._flat.device):
             self._order.join()
             self._ahead = None
             if self._side is not None and not torch.cuda.is_current_stream_capturing():

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onelaunch.device import hardware
 from onelaunch.device.architectures import ARCHITECTURES, architecture_of
 from onelaunch.device.tools import package_installed
 from onelaunch.launch.build import Build
@@ -281,21 +282,27 @@ def call_once(study: Study, call: CompileCall | ProbeCall, device: str) -> str |
 
 
 def _call(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
-    """Make a call, free its memory, and return the error if it raised."""
-    try:
-        _make(study, call, torch.device(device))
-    except Exception as error:  # noqa: BLE001 - the exception is reported again when the variant is measured
-        problem = f"{type(error).__name__}: {in_a_line(error)}"
-    else:
-        problem = None
+    """Make a call, free its memory, and return the error if one of the two raised."""
+    where = torch.device(device)
+    with hardware.current(where):
+        problem = _problem(lambda: _make(study, call, where))
     gc.collect()  # the other processes need the memory, and CUDA graphs are held by reference cycles
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-    return problem
+    # Memory cannot be freed in a process whose GPU has met an illegal access, for example. This run needs such a process no more.
+    freed = _problem(torch.cuda.empty_cache) if where.type == "cuda" else None
+    return problem or freed
+
+
+def _problem(function: Callable[[], object]) -> str | None:
+    """Call a function, and return the error if it raised. It is reported again when the variant is measured."""
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - any code of a variant may fail
+        return f"{type(error).__name__}: {in_a_line(error)}"
+    return None
 
 
 def _make(study: Study, call: CompileCall | ProbeCall, device: torch.device) -> None:
-    """Make one call of a variant, with its backward pass if the direction asks for it."""
+    """Make one call of a variant, with its backward pass if the direction asks for it. Its device is current."""
     shape = study.shape(call.shape)
     operation, case = study.operation_at(shape), study.case(shape)
     candidate = Candidate.variant(operation, call.variant)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from onelaunch.device import hardware
 from onelaunch.operation import Direction
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
 from onelaunch.workbench.result import Result, Status, StoredCeilings
@@ -91,7 +92,9 @@ def carry_out(
     on_turn: Callable[..., None] = lambda *_, **__: None,
     on_kept: Callable[[Result], None] = lambda _: None,
 ) -> Result:
-    """Run a study in this process, and return its result. After Ctrl-C its ``interrupted`` is true.
+    """Run a study in this process with its device as the current one, and return its result.
+
+    After Ctrl-C the result's ``interrupted`` is true.
 
     Args:
         job: Study with its options.
@@ -121,5 +124,7 @@ def carry_out(
     run.notes += state.notes
     on_kept(run.result(interrupted=True))
     # A process that follows one which ended compiles only what that one may not have: it ended while it judged on probes.
-    run.measure_all(job.processes if state.kept is None or run.to_judge() else 0)
+    processes = job.processes if state.kept is None or run.to_judge() else 0
+    with hardware.current(run.device):
+        run.measure_all(processes)
     return run.result(interrupted=run.stopped or job.part != WHOLE)  # other processes measure the rest
