@@ -215,6 +215,22 @@ def test_the_declared_epsilon_is_that_of_heads_norms_in_the_comparison_of_gradie
     assert seen == dict.fromkeys(("fla", "accelerated", "layers"), ({1e-6}, {1e-6}))
 
 
+def test_a_time_is_the_mean_of_several_steps_in_a_row(monkeypatch):
+    taken, waited = [], []
+    step = tasks.Trainer.step
+
+    def counted(trainer, rows):
+        taken.append(len(waited))
+        return step(trainer, rows)
+
+    monkeypatch.setattr(tasks.Trainer, "step", counted)
+    monkeypatch.setattr(tasks, "wait_for", lambda _: waited.append(None))
+    found = tasks.timed(tiny.measuring().models[0], "training", 3, tiny.CPU)
+    assert [len(each) for each in found.rounds.values()] == [3] * len(found.rounds)
+    runs = tasks.WARM_UP * len(found.rounds) + 3 * (len(found.rounds) + 1)  # the first variant is timed twice in a round
+    assert taken == [2 * run + 1 for run in range(runs) for _ in range(tasks.STEPS)]
+
+
 def test_an_epsilon_that_reaches_no_norm_is_refused():
     with pytest.raises(ValueError, match="no module of the model has a norm g_norm_swish_gate"):
         build.set_head_eps(nn.Linear(2, 2), 1e-2)
