@@ -404,7 +404,10 @@ def test_the_gradient_of_an_accelerated_model_is_no_further_off_than_that_of_fla
     pytest.importorskip("fla", reason="the accelerated model is one of fla")
     sizes = {"width": 256, "layers": 2, "batch": 4, "length": 256, "gradient_length": 256, "steps": 0}
     study = tiny.measuring(precision="bfloat16", variants=["fla", "accelerated"], **sizes)
-    result = run_model_study(study, device="cuda", scale="small", save_to=path, only=["alone", "gradients"])
+    only = ["alone", "gradients"]
+    result = run_model_study(
+        study, device="cuda", scale="small", save_to=path, only=only, processes=8
+    )  # which compile fla's kernels
     errors = result.find("gradients", "tiny").errors
     assert errors["accelerated"].error <= 1.1 * errors["fla"].error
     alone = result.find("alone", "tiny", "accelerated")
