@@ -7,6 +7,8 @@ tests/snapshots/prose.txt.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from onelaunch.errors import ResultMismatch
@@ -14,6 +16,8 @@ from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.recompute import declared_again
 from onelaunch.workbench.result import Result
 from tests.workbench import results
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_judge_decides_again_from_the_stored_result_and_notes_it(call, stored, prose):
@@ -67,3 +71,23 @@ def test_a_criterion_on_a_shape_that_was_not_measured_is_refused(prose):
         declared_again(stored, study)
     with pytest.raises(ResultMismatch, match="the study is another"):
         declared_again(stored, study.model_copy(update={"name": "another"}))
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "right"),
+    [
+        ("judge", "models/in-model.json", "models"),
+        ("report", "ranks/context-parallel.json", "ranks"),
+        ("compare", "models/in-model.json", "models"),
+        ("models", "ranks/context-parallel.json", "ranks"),
+        ("models", "rms-norm.json", "report"),
+        ("ranks", "models/in-model.json", "models"),
+        ("ranks", "rms-norm.json", "report"),
+    ],
+)
+def test_results_of_other_kinds_of_studies_are_named(call, command, file, right):
+    path = str(REPOSITORY / "results" / "nvidia-h100" / file)
+    answer = call("study", command, path, *([path] if command == "compare" else []))
+    assert answer.code != 0
+    assert "it is the result of a study of" in answer.err
+    assert f"The command onelaunch study {right} shows it." in answer.err

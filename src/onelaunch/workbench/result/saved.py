@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
-from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew
+from onelaunch.errors import ResultCorrupt, ResultExists, ResultMissing, ResultTooNew, StudyError
 from onelaunch.wording import in_a_line, listing, shown
 from onelaunch.workbench.files import read_text, write_text
 from onelaunch.workbench.stored import FROM_A_FILE, Grown, Stored
+from onelaunch.workbench.study.kinds import KINDS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,6 +53,7 @@ class Saved(Grown, Stored):
             ResultTooNew: A newer version of onelaunch wrote the file.
             ResultCorrupt: The file is damaged, is no such result, or its parts do not fit together, such as a median and its
                 rounds. The message says where.
+            StudyError: It is the result of another kind of study. The message names the command for it.
         """
         try:
             raw = json.loads(read_text(path))
@@ -59,6 +61,8 @@ class Saved(Grown, Stored):
             raise ResultMissing(path) from None
         except (OSError, ValueError, RecursionError) as error:
             raise ResultCorrupt(path, in_a_line(error)) from error
+        if isinstance(raw, dict):
+            cls._refuse_other_kinds(raw, path)
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         # type() and not isinstance(): true is an int for Python, and would be taken for version 1.
         if type(version) is int and version > cls.VERSIONS[-1]:
@@ -77,6 +81,22 @@ class Saved(Grown, Stored):
         if (problem := found.inconsistency()) is not None:
             raise ResultCorrupt(path, problem)
         return found
+
+    @classmethod
+    def _refuse_other_kinds(cls, raw: dict[str, Any], path: Path) -> None:
+        """Raise an error that names the right command if a file holds the result of another kind of study.
+
+        Results of whole models and of several GPUs have a field ``kind``; those of variants have an operation.
+        """
+        own = cls.model_fields["kind"].default if "kind" in cls.model_fields else None
+        kind, study = raw.get("kind"), raw.get("study")
+        if isinstance(kind, str) and kind in KINDS and kind != own:
+            which, command = KINDS[kind], kind
+        elif own is not None and kind is None and isinstance(study, dict) and "operation" in study:
+            which, command = "a study of variants", "report"
+        else:
+            return
+        raise StudyError(path, f"it is the result of {which}. The command onelaunch study {command} shows it.")
 
     @abstractmethod
     def inconsistency(self) -> str | None:
