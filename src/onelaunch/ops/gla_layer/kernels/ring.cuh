@@ -105,13 +105,21 @@ DEVICE u32 tagged(float v) {
   return bits ? bits : 1;
 }
 DEVICE bool complete(const uint4& v) { return v.x && v.y && v.z && v.w; }
-DEVICE uint4 await_words(const float* at, uint4 v) {
+// Spin until all words of a thread's N units have been written. v[i] is what load(i) returned at first, zero words included; where has(i)
+// is false, there is no unit i. All units that lack words are loaded again before one of them is looked at: one after the other, each
+// would take a trip to L2 of its own.
+template <int N, class Unit, class Has, class Load>
+DEVICE void await_words(Unit (&v)[N], Has has, Load load) {
   spin_until([&] {
-    if (complete(v)) return true;
-    v = load_relaxed((const uint4*)at);
+    bool lacks[N], all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) lacks[i] = has(i) && !complete(v[i]), all = all && !lacks[i];
+    if (all) return true;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (lacks[i]) v[i] = load(i);
     return false;
   });
-  return v;
 }
 
 // Position in the ring: a stage, and the parity of the mbarrier phase at it.

@@ -23,22 +23,23 @@ DEVICE void stage_sequences(Consumer& c, int first, int count) {
   constexpr int UNITS = EXCHANGED / 4, EACH = divided(BLOCK_ROWS * UNITS, CONSUMER_THREADS);
   uint4 v[EACH];
   c.refresh();
+  auto has = [&](int i) { return c.thread + i * CONSUMER_THREADS < count * UNITS; };
+  auto from = [&](int i) {
+    const int at = c.thread + i * CONSUMER_THREADS;
+    return (uint4*)(c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4);
+  };
+  auto load = [&](int i) { return load_relaxed((const uint4*)from(i)); };
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int at = c.thread + i * CONSUMER_THREADS;
     v[i] = {0, 0, 0, 0};
-    if (at < count * UNITS) v[i] = load_relaxed((const uint4*)(c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4));
+    if (has(i)) v[i] = load(i);
   }
+  if constexpr (TAGGED) await_words(v, has, load);
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int at = c.thread + i * CONSUMER_THREADS;
-    if (at >= count * UNITS) continue;
-    float* from = c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4;
-    if constexpr (TAGGED) {
-      v[i] = await_words(from, v[i]);
-      store_relaxed((uint4*)from, {0, 0, 0, 0});
-    }
-    *(uint4*)(c.s.queries_keys + at * 4) = v[i];
+    if (!has(i)) continue;
+    if constexpr (TAGGED) store_relaxed(from(i), {0, 0, 0, 0});
+    *(uint4*)(c.s.queries_keys + (c.thread + i * CONSUMER_THREADS) * 4) = v[i];
   }
   c.sync();
 }

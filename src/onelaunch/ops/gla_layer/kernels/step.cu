@@ -225,7 +225,7 @@ DEVICE void multiply_input(Consumer& c, const Maps& maps, Between between) {
       }
       c.boxes = 0;
     } else {
-      stage_operand<SLAB, WIDTH, uint4>(
+      stage_operand<SLAB, WIDTH, false, uint4>(
           c, slab, [&](int row, int column) { return load_weak((const uint4*)(c.a.x + (long long)row * WIDTH + column)); }, [] {},
           [](const uint4& v, int, int) { return v; });
     }

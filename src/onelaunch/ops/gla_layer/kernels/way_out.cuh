@@ -85,14 +85,13 @@ DEVICE Eight load_eight(const Consumer& c, int row, int column) {
   }
   return v;
 }
-DEVICE uint4 finish_eight(const Consumer& c, Eight v, int row, int column) {
-  spin_until([&] {
-    bool all = complete(v.low) && complete(v.high);
+DEVICE bool complete(const Eight& v) {
+  bool all = complete(v.low) && complete(v.high);
 #pragma unroll
-    for (int i = 0; i < SQUARE_UNITS; ++i) all = all && (!OWN_NORM || complete(v.squares[i]));
-    if (!all) v = load_eight(c, row, column);
-    return all;
-  });
+  for (int i = 0; i < SQUARE_UNITS; ++i) all = all && (!OWN_NORM || complete(v.squares[i]));
+  return all;
+}
+DEVICE uint4 finish_eight(const Consumer& c, const Eight& v, int row, int column) {
   float scale = c.s.queries_keys[row * HEADS + column / VALUES];
   if constexpr (OWN_NORM) {
     scale = 0;
@@ -120,11 +119,11 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
     }
     c.boxes = 0;
   } else if constexpr (TAGGED_GATED) {
-    stage_operand<OUT_SLAB, INNER, Eight>(
+    stage_operand<OUT_SLAB, INNER, true, Eight>(
         c, slab, [&](int row, int column) { return load_eight(c, row, column); }, [&] { if (!OWN_NORM) prepare(); },
         [&](const Eight& v, int row, int column) { return finish_eight(c, v, row, column); });
   } else {
-    stage_operand<OUT_SLAB, INNER, uint4>(
+    stage_operand<OUT_SLAB, INNER, false, uint4>(
         c, slab, [&](int row, int column) { return load_weak((const uint4*)((const u16*)c.a.gated + (long long)row * INNER + column)); }, prepare,
         [&](const uint4& v, int row, int column) {
           const float scale = scale_of(row, column);
