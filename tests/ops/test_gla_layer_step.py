@@ -15,6 +15,7 @@ A test marked ``thorough`` does not run in ``make test``, and one marked ``every
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,28 @@ def test_results_do_not_depend_on_who_comes_first(libraries, monkeypatch):
     for host.seed in (1, 2):
         found.append(launch_step.run(StepInputs.of(call)))
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("name", ["three_sequences", pytest.param("a_step", marks=pytest.mark.every)])
+def test_launches_that_overlap_pass_the_gate(name, libraries, monkeypatch):
+    """The emulated GPU runs one launch after the other; this is the code of two CTAs on an SM, which have fewer stages each."""
+    sizes, found = dict(CASES[name]), []
+
+    def overlapping(*given: Any, **options: Any) -> Any:
+        config = replace(config_of(*given, **options), overlap=True, ahead=3, resident=2)  # pyrefly: ignore[bad-argument-type]
+        found.append(config)
+        return config
+
+    use_host(monkeypatch, libraries, sizes.pop("sms"))
+    monkeypatch.setattr(launch_step, "config_of", overlapping)
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+    assert found
+    for config in found:
+        assert 2 * (configure_step.shared_bytes_of(config) + 1024) <= HOPPER_SHARED_BYTES + 1024
+        assert configure_step.unwatched_of(config)[1] < configure_step.unwatched_of(replace(config, resident=1))[1]
 
 
 @needs_compiler

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,35 @@ def test_streams_may_run_at_the_same_time(device):
         torch.cuda.synchronize(device)
         for results, right in zip(found, expected, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_launches_that_overlap_give_the_same_bits(resident, device, monkeypatch):
+    """Each launch takes its x, its state and one of its weights from the one before, as Python calls them and in a graph."""
+    arguments = given_on(device, **CASES["2_sequences"])
+
+    def steps() -> list[torch.Tensor]:
+        given, found = dict(arguments), []
+        for _ in range(12):
+            out, state = launch_step.run(StepInputs.of(GLA_LAYER.bind(**given)))
+            found += [out, state]
+            given |= {"x": out, "initial_state": state}
+            given["w_out"] = given["w_out"] + out[0, 0, 0]
+        return found
+
+    def overlapping(*given: Any, **options: Any) -> Any:
+        return replace(configure_step.config_of(*given, **options), overlap=True, resident=resident)  # pyrefly: ignore[bad-argument-type]
+
+    expected = steps()
+    monkeypatch.setattr(launch_step, "config_of", overlapping)
+    for _ in range(20):
+        assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps()
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
 
 
 def test_it_runs_while_other_kernels_hold_sms(device):

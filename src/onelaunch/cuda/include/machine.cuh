@@ -2,8 +2,8 @@
 //
 // The decode kernels (decode/codegen/kernels), the one-launch GLA layer (ops/gla_layer/kernels) and the output projection of few rows
 // (ops/output_chain/kernels/few_rows.cu) include it before their other files. These are plain C++ over clock64(), the functions below, and
-// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, griddepcontrol_..., shared_address). tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own
-// source on a host. A primitive that is added here must be added there too.
+// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, griddepcontrol_..., shared_address, tma_prefetch_3d).
+// tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
 //
 // Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (each
 // scalar word is read or written whole; a vector access is one of several words) but orders no other access.

@@ -34,6 +34,9 @@ FEWEST_STAGES = 3
 _OPERAND_BYTES = 64 * 1024
 """Most bytes of a slab of the operand, the rows of x or of the gated o, in shared memory."""
 
+_CTA_BYTES = 1024
+"""Bytes of an SM's shared memory that each CTA takes beside its own."""
+
 _STATE_FLOATS = 64
 """Most numbers of the state in a thread's registers."""
 
@@ -45,6 +48,14 @@ _BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
 
 FLIGHT = 4
 """Most chunks on their way to a CTA at once. More of them delay those that are needed first, and what CTAs exchange."""
+
+OVERLAP, AHEAD, RESIDENT = False, 8, 1
+"""Settings of launches that overlap, not measured yet.
+
+Whether a launch may begin while the one before it ends; chunks of weights that a CTA prefetches into L2 until then, 8 of which
+are most of those of q and k at D = 2048; and the CTAs of an SM that shared memory and registers have room for. With 2, a CTA of
+the next launch starts beside one of this launch.
+"""
 
 TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
 """Most rows of x whose exchange within a head, and among all CTAs, takes place in tagged words.
@@ -99,6 +110,12 @@ class StepConfig:
     """Flag that all CTAs exchange the gated o in tagged words."""
     linear: bool = True
     """Flag that a chunk of weights has whole rows, as they lie in memory."""
+    overlap: bool = OVERLAP
+    """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
+    ahead: int = AHEAD
+    """Chunks of weights that a CTA prefetches into L2 until the launch before has ended, if they overlap."""
+    resident: int = RESIDENT
+    """CTAs of an SM for which shared memory and registers have room."""
     profiled: bool = False
     """Flag that CTAs write profile markers."""
 
@@ -275,7 +292,8 @@ def _layout(config: StepConfig) -> _Sizes:
         "NORM_WEIGHT": (4 if config.float_norm else 2) * config.values,
     }
     arrays = {name: 16 * cdiv(size, 16) for name, size in arrays.items()}
-    most = HOPPER_SHARED_BYTES - 1024 - 8 * _MORE_BARRIERS  # for the alignment to 1024 bytes
+    share = (HOPPER_SHARED_BYTES + _CTA_BYTES) // config.resident - _CTA_BYTES
+    most = share - 1024 - 8 * _MORE_BARRIERS  # for the alignment to 1024 bytes
     stages = (most - sum(arrays.values())) // (CHUNK + 16)
     offsets, at = {}, max(stages, 0) * CHUNK
     for name, size in arrays.items():
@@ -292,7 +310,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "VALUES": config.values, "RANK": 1 if config.rank is None else config.rank, "ROWS": config.rows, "SLOTS": config.slots,
         "PARTS": WARPS // config.slots, "BLOCK_ROWS": config.block_rows, "STAGES": layout.stages, "SLAB": config.slab,
         "OUT_SLAB": config.out_slab, "OUT_TILE": config.out_tile, "MARKERS": MARKERS, "ARRIVALS": ARRIVALS, "MOST_PREFETCHED": 16,
-        "FLIGHT": config.flight,
+        "FLIGHT": config.flight, "AHEAD": config.ahead, "RESIDENT": config.resident,
         **{f"{name}_AT": offset for name, offset in layout.offsets.items()},
     }  # fmt: skip
     flags = {
@@ -302,6 +320,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "LINEAR": config.linear,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,
+        "OVERLAP": config.overlap,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,
         "PROFILED": config.profiled,
@@ -339,5 +358,6 @@ def unwatched_of(config: StepConfig) -> tuple[int, int]:
 def kernel_of(config: StepConfig) -> CudaKernel:
     """Return the kernel of a configuration, not compiled yet."""
     return CudaKernel(
-        source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True, mma=Mma.WARP
-    )
+        source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True,
+        overlap=config.overlap, mma=Mma.WARP,
+    )  # fmt: skip
