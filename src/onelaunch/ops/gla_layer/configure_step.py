@@ -49,12 +49,17 @@ _BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
 FLIGHT = 4
 """Most chunks on their way to a CTA at once. More of them delay those that are needed first, and what CTAs exchange."""
 
-OVERLAP, AHEAD, RESIDENT = False, 8, 1
-"""Settings of launches that overlap, not measured yet.
+OVERLAP, AHEAD = False, 8
+"""Whether a launch may begin while the one before it ends, and chunks that a CTA prefetches into L2 until then; not measured yet.
 
-Whether a launch may begin while the one before it ends; chunks of weights that a CTA prefetches into L2 until then, 8 of which
-are most of those of q and k at D = 2048; and the CTAs of an SM that shared memory and registers have room for. With 2, a CTA of
-the next launch starts beside one of this launch.
+At D = 2048 8 chunks are those of q and k but for the low-rank factor.
+"""
+
+RESIDENT_ROWS = 0
+"""Most rows of x with which an SM has room for two CTAs, so that one of the next launch starts beside one of this launch.
+
+Each then has half of the shared memory, and at most 96 registers per thread. At D = 2048 registers suffice up to 2 rows, and 4
+rows spill 16 bytes. Not measured yet: it pays only if launches overlap.
 """
 
 TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
@@ -114,7 +119,7 @@ class StepConfig:
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
     ahead: int = AHEAD
     """Chunks of weights that a CTA prefetches into L2 until the launch before has ended, if they overlap."""
-    resident: int = RESIDENT
+    resident: int = 1
     """CTAs of an SM for which shared memory and registers have room."""
     profiled: bool = False
     """Flag that CTAs write profile markers."""
@@ -255,9 +260,10 @@ def config_of(
     sizes = (heads, keys, values, width, rank, float_norm, members, rows, slots)
     while True:
         config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated, linear)
-        stages = _layout(config).stages
-        if stages >= FEWEST_STAGES:
-            return replace(config, flight=min(FLIGHT, stages))
+        for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
+            stages = _layout(replace(config, resident=resident)).stages
+            if stages >= FEWEST_STAGES:
+                return replace(config, flight=min(FLIGHT, stages), resident=resident)
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
