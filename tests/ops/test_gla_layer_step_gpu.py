@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch.launch.planned import forget_plans
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer import configure_step, launch_step
 from onelaunch.ops.gla_layer.launch_step import StepInputs
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 STATES = {"initial_state": True, "final_state": True}
 LARGE = {"D": 2048, "H": 16, "K": 128, "V": 128, **STATES}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{batch}_sequences": {"B": batch, "T": 1, **LARGE} for batch in (1, 2, 4, 16, 64)},
+    **{f"{batch}_sequences": {"B": batch, "T": 1, **LARGE} for batch in (1, 2, 4, 8, 16, 64)},
     "sixteen_steps": {"B": 1, "T": 16, **LARGE},
     "sixty_three_rows": {"B": 7, "T": 9, **LARGE},
     "flas_heads": {"B": 3, "T": 1, **LARGE, "K": 64},
@@ -75,6 +76,15 @@ def test_streams_may_run_at_the_same_time(device):
         torch.cuda.synchronize(device)
         for results, right in zip(found, expected, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["16_sequences", "8_sequences"])
+def test_gated_o_in_words_of_two_numbers_passes_the_gate(name, device, monkeypatch):
+    monkeypatch.setattr(configure_step, "PAIRED", True)
+    forget_plans()
+    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
+    forget_plans()
 
 
 @pytest.mark.parametrize("resident", [1, 2])

@@ -55,6 +55,9 @@ OVERLAP, AHEAD = False, 8
 At D = 2048 8 chunks are those of q and k but for the low-rank factor.
 """
 
+PAIRED = False
+"""Whether all CTAs exchange the gated o of 8 to 16 whole sequences in tagged words of two bfloat16 numbers; not measured yet."""
+
 RESIDENT_ROWS = 0
 """Most rows of x with which an SM has room for two CTAs, so that one of the next launch starts beside one of this launch.
 
@@ -115,6 +118,8 @@ class StepConfig:
     """Flag that all CTAs exchange the gated o in tagged words."""
     linear: bool = True
     """Flag that a chunk of weights has whole rows, as they lie in memory."""
+    paired: bool = False
+    """Flag that all CTAs exchange the gated o of whole sequences in tagged words of two bfloat16 numbers, and do not count."""
     overlap: bool = OVERLAP
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
     ahead: int = AHEAD
@@ -158,7 +163,8 @@ class StepConfig:
     def tagged_words(self, rows: int) -> int:
         """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
         exchanged = self.heads * rows * self.exchanged if self.tagged else 0
-        return exchanged + (rows * (self.heads * self.values + self.ctas) if self.tagged_gated else 0)
+        inner = self.heads * self.values
+        return exchanged + rows * (inner + self.ctas if self.tagged_gated else inner // 2 if self.paired else 0)
 
     def operand_blocks(self, columns: int) -> int:
         """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
@@ -263,7 +269,7 @@ def config_of(
         for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
-                return replace(config, flight=min(FLIGHT, stages), resident=resident)
+                return replace(config, flight=min(FLIGHT, stages), resident=resident, paired=PAIRED and by_sequence and tagged)
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
@@ -326,6 +332,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "LINEAR": config.linear,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,
+        "PAIRED": config.paired,
         "OVERLAP": config.overlap,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,

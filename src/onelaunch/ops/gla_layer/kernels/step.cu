@@ -147,7 +147,7 @@ DEVICE void prefetch_first(const Arguments& a, const Maps& maps, Shared& s) {
 // Prefetch the CTA's part of the tagged words. A captured call has words of its own, which are not in L2 any more when it is replayed. The
 // first poll, or a store of a part of a sector that is read later, would wait for memory behind the weights.
 DEVICE void prefetch_words(const Arguments& a) {
-  const int words = COUNTER_WORDS + HEADS * a.rows * EXCHANGED + (TAGGED_GATED ? a.rows * (INNER + CTAS) : 0);
+  const int words = COUNTER_WORDS + HEADS * a.rows * EXCHANGED + a.rows * GATED_WORDS;
   const int part = divided(words, 4 * CTAS) * 4, begin = cta_index() * part, end = begin + part < words ? begin + part : words / 4 * 4;
   if (begin < end) prefetch_l2(a.counters + begin, 4 * (end - begin));
 }
@@ -193,11 +193,11 @@ DEVICE void clear(const Arguments& a, Shared& s) {
   u64 before = lane == 0 ? atomic_add_relaxed(a.counters + 32 * HEADS, 1) : 0;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) before |= shfl_xor(before, mask);
-  if (before != (TAGGED_GATED ? CTAS : 2 * CTAS) - 1) return;  // other CTAs still read
+  if (before != (GATED_WORDS ? CTAS : 2 * CTAS) - 1) return;  // other CTAs still read
   if (lane == 0) store_relaxed(a.counters + 32 * HEADS, 0);
-  if constexpr (TAGGED_GATED) {
+  if constexpr (GATED_WORDS > 0) {
     uint4* gated = (uint4*)(words + HEADS * a.rows * EXCHANGED);
-    const int units = divided(a.rows * (INNER + CTAS), 4);
+    const int units = divided(a.rows * GATED_WORDS, 4);
     for (int at = lane; at < units; at += 32) store_relaxed(gated + at, {0, 0, 0, 0});
   }
 }
@@ -289,9 +289,10 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     c.mark(2);
     Held held;
     const int last = run_sequences(c, held);
-    c.arrive(HEADS);
+    if constexpr (!PAIRED) c.arrive(HEADS);
     c.mark(5);
-    multiply_output(c, maps, [&] { store_held(c, last, held); });
+    if constexpr (PAIRED) store_held(c, last, held);  // no release waits for these stores
+    multiply_output(c, maps, [&] { if (!PAIRED) store_held(c, last, held); });
   } else {
     State state;
     int stored_from = 0;
