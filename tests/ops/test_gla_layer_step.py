@@ -15,6 +15,7 @@ A test marked ``thorough`` does not run in ``make test``, and one marked ``every
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,6 +99,47 @@ def test_results_do_not_depend_on_who_comes_first(libraries, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("name", ["three_sequences", pytest.param("a_step", marks=pytest.mark.every)])
+def test_launches_that_overlap_pass_the_gate(name, libraries, monkeypatch):
+    """The emulated GPU runs one launch after the other; this is the code of two CTAs on an SM, which have fewer stages each."""
+    sizes, found = dict(CASES[name]), []
+
+    def overlapping(*given: Any, **options: Any) -> Any:
+        config = replace(config_of(*given, **options), overlap=True, ahead=3, resident=2)  # pyrefly: ignore[bad-argument-type]
+        found.append(config)
+        return config
+
+    use_host(monkeypatch, libraries, sizes.pop("sms"))
+    monkeypatch.setattr(launch_step, "config_of", overlapping)
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+    assert found
+    for config in found:
+        assert 2 * (configure_step.shared_bytes_of(config) + 1024) <= HOPPER_SHARED_BYTES + 1024
+        assert configure_step.unwatched_of(config)[1] < configure_step.unwatched_of(replace(config, resident=1))[1]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize(
+    "name", [pytest.param("sixteen_sequences", marks=pytest.mark.thorough), pytest.param("narrow", marks=pytest.mark.every)]
+)
+def test_gated_o_in_words_of_two_numbers_passes_the_gate(name, libraries, monkeypatch):
+    narrow = {"sms": 16, "B": 13, "T": 1, "D": 512, "H": 4, "K": 32, "V": 32, **STATES}
+    sizes = dict(narrow if name == "narrow" else CASES[name])
+    host = use_host(monkeypatch, libraries, sizes.pop("sms"))
+    monkeypatch.setattr(configure_step, "PAIRED", True)
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+    call, found = called(**sizes), []
+    assert StepInputs.of(call).config().paired
+    for host.seed in (1, 2):
+        found.append(launch_step.run(StepInputs.of(call)))
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@needs_compiler
 @pytest.mark.thorough
 def test_a_launch_that_lacks_a_cta_traps_instead_of_hanging(libraries, monkeypatch):
     host = use_host(monkeypatch, libraries, CASES["three_sequences"]["sms"], timeout_cycles=1 << 24)
@@ -135,6 +177,15 @@ def test_shared_memory_has_no_races(name, libraries, monkeypatch):
 
 @needs_watch
 @pytest.mark.every
+def test_shared_memory_has_no_races_with_words_of_two_numbers(libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], watched=True)
+    monkeypatch.setattr(configure_step, "PAIRED", True)
+    launch_step.run(StepInputs.of(called(**CASES["sixteen_sequences"])))
+    assert not host.races
+
+
+@needs_watch
+@pytest.mark.every
 def test_a_missing_barrier_is_found(libraries, monkeypatch):
     change = ("  c.sync();\n}\n// Return exp(logsigmoid(z) / normalizer).", "}\n// Return exp(logsigmoid(z) / normalizer).")
     host = use_host(monkeypatch, libraries, CASES["three_sequences"]["sms"], watched=True, change=change)
@@ -143,9 +194,9 @@ def test_a_missing_barrier_is_found(libraries, monkeypatch):
 
 
 WAITS = {  # a wait between CTAs, and what takes its place; and a case whose launch has it
-    "words_of_a_head": ("if (complete(v)) return true;", "return true;", "three_sequences"),
-    "words_of_sequences": ("v[i] = await_words(from, v[i]);", "", "sixteen_sequences"),
-    "words_of_all": ("if (!all) v = load_eight(c, row, column);\n    return all;", "return true;", "many_ctas_per_head"),
+    "words_of_a_head": ("if (all) return true;", "return true;", "three_sequences"),
+    "words_of_sequences": ("if constexpr (TAGGED) await_words(v, has, load);", "", "sixteen_sequences"),
+    "words_of_all": ("OUT_SLAB, INNER, true, Eight>", "OUT_SLAB, INNER, false, Eight>", "many_ctas_per_head"),
     "sums_of_squares": ("return all || !TAGGED_GATED;", "return true;", "three_sequences"),
     "count_of_a_head": ("if constexpr (!TAGGED) c.await(c.head, MEMBERS);", "c.sync();", "steps_of_sequences"),
     "count_of_all": ("if constexpr (!TAGGED_GATED) c.await(HEADS, CTAS);", "c.sync();", "no_initial_state"),

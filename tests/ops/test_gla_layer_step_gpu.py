@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from onelaunch.launch.planned import forget_plans
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer import configure_step, launch_step
 from onelaunch.ops.gla_layer.launch_step import StepInputs
@@ -23,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 STATES = {"initial_state": True, "final_state": True}
 LARGE = {"D": 2048, "H": 16, "K": 128, "V": 128, **STATES}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"{batch}_sequences": {"B": batch, "T": 1, **LARGE} for batch in (1, 2, 4, 16, 64)},
+    **{f"{batch}_sequences": {"B": batch, "T": 1, **LARGE} for batch in (1, 2, 4, 8, 16, 64)},
     "sixteen_steps": {"B": 1, "T": 16, **LARGE},
     "sixty_three_rows": {"B": 7, "T": 9, **LARGE},
     "flas_heads": {"B": 3, "T": 1, **LARGE, "K": 64},
@@ -74,6 +76,44 @@ def test_streams_may_run_at_the_same_time(device):
         torch.cuda.synchronize(device)
         for results, right in zip(found, expected, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["16_sequences", "8_sequences"])
+def test_gated_o_in_words_of_two_numbers_passes_the_gate(name, device, monkeypatch):
+    monkeypatch.setattr(configure_step, "PAIRED", True)
+    forget_plans()
+    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
+    forget_plans()
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_launches_that_overlap_give_the_same_bits(resident, device, monkeypatch):
+    """Each launch takes its x, its state and one of its weights from the one before, as Python calls them and in a graph."""
+    arguments = given_on(device, **CASES["2_sequences"])
+
+    def steps() -> list[torch.Tensor]:
+        given, found = dict(arguments), []
+        for _ in range(12):
+            out, state = launch_step.run(StepInputs.of(GLA_LAYER.bind(**given)))
+            found += [out, state]
+            given |= {"x": out, "initial_state": state}
+            given["w_out"] = given["w_out"] + out[0, 0, 0]
+        return found
+
+    def overlapping(*given: Any, **options: Any) -> Any:
+        return replace(configure_step.config_of(*given, **options), overlap=True, resident=resident)  # pyrefly: ignore[bad-argument-type]
+
+    expected = steps()
+    monkeypatch.setattr(launch_step, "config_of", overlapping)
+    for _ in range(20):
+        assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps()
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
 
 
 def test_it_runs_while_other_kernels_hold_sms(device):

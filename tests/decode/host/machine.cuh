@@ -73,9 +73,11 @@ struct TensorMap {
 };
 void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar);
 DEVICE void prefetch_tensormap(const TensorMap*) {}
+DEVICE void tma_prefetch_3d(const TensorMap*, int, int, int) {}
 DEVICE void cp_async_16(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }
 DEVICE void cp_async_wait_all() {}
 DEVICE void prefetch_l2(const void*, u32) {}
+DEVICE void prefetch_sector_l2(const void*) {}
 DEVICE u32 shared_address(const void* p) { return (u32)(uintptr_t)p; }
 
 void syncwarp();
@@ -104,6 +106,9 @@ DEVICE void red_increment_release(u32* counter) { ++*counter; }
 DEVICE u32 load_acquire(const u32* counter) { return *(const volatile u32*)counter; }
 DEVICE u64 load_acquire(const u64* at) { return *(const volatile u64*)at; }
 DEVICE uint4 load_weak(const uint4* at) { return *at; }
+DEVICE uint4 load_once(const uint4* at) { return *at; }
+DEVICE uint2 load_once(const uint2* at) { return *at; }
+DEVICE u32 load_once(const u32* at) { return *at; }
 DEVICE void fence_proxy_async() {}
 DEVICE void griddepcontrol_wait() {}
 DEVICE void griddepcontrol_launch_dependents() {}

@@ -1,9 +1,9 @@
 // Hardware primitives of kernels that tests also run on a CPU, as thin wrappers with the names that CUDA or PTX give them.
 //
-// The decode kernels (decode/codegen/kernels), the one-launch GLA layer (ops/gla_layer/kernels) and the output projection of few rows
-// (ops/output_chain/kernels/few_rows.cu) include it before their other files. These are plain C++ over clock64(), the functions below, and
-// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, griddepcontrol_..., shared_address). tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own
-// source on a host. A primitive that is added here must be added there too.
+// The decode kernels (decode/codegen/kernels), the one-launch GLA layer (ops/gla_layer/kernels) and the kernels for few rows
+// of output_chain and linear_rnn (ops/*/kernels/few_rows.cu) include it before their other files. These are plain C++ over clock64(), the functions below, and
+// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, griddepcontrol_..., shared_address, tma_prefetch_3d).
+// tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
 //
 // Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (each
 // scalar word is read or written whole; a vector access is one of several words) but orders no other access.
@@ -95,6 +95,9 @@ DEVICE void prefetch_l2(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+// Read the 32 bytes of global memory around an address into L2.
+DEVICE void prefetch_sector_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
+
 // Threads of a warp, threads of a block. The named barrier of some threads of a block is bar_sync() of hopper.cuh.
 
 DEVICE void syncwarp() { __syncwarp(); }
@@ -161,6 +164,25 @@ DEVICE u32 load_acquire(const u32* counter) {
 DEVICE uint4 load_weak(const uint4* at) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  return v;
+}
+// Load what no launch writes while this one runs, and what this CTA reads only once: past L1.
+DEVICE uint4 load_once(const uint4* at) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+DEVICE uint2 load_once(const uint2* at) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+  return v;
+}
+DEVICE u32 load_once(const u32* at) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
 // Order writes of other threads that this thread has acquired before the bulk copies that it issues next: these read memory through the

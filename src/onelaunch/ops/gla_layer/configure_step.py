@@ -34,6 +34,9 @@ FEWEST_STAGES = 3
 _OPERAND_BYTES = 64 * 1024
 """Most bytes of a slab of the operand, the rows of x or of the gated o, in shared memory."""
 
+_CTA_BYTES = 1024
+"""Bytes of an SM's shared memory that each CTA takes beside its own."""
+
 _STATE_FLOATS = 64
 """Most numbers of the state in a thread's registers."""
 
@@ -45,6 +48,22 @@ _BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
 
 FLIGHT = 4
 """Most chunks on their way to a CTA at once. More of them delay those that are needed first, and what CTAs exchange."""
+
+OVERLAP, AHEAD = False, 8
+"""Whether a launch may begin while the one before it ends, and chunks that a CTA prefetches into L2 until then; not measured yet.
+
+At D = 2048 8 chunks are those of q and k but for the low-rank factor.
+"""
+
+PAIRED = False
+"""Whether all CTAs exchange the gated o of 8 to 16 whole sequences in tagged words of two bfloat16 numbers; not measured yet."""
+
+RESIDENT_ROWS = 0
+"""Most rows of x with which an SM has room for two CTAs, so that one of the next launch starts beside one of this launch.
+
+Each then has half of the shared memory, and at most 96 registers per thread. At D = 2048 registers suffice up to 2 rows, and 4
+rows spill 16 bytes. Not measured yet: it pays only if launches overlap.
+"""
 
 TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
 """Most rows of x whose exchange within a head, and among all CTAs, takes place in tagged words.
@@ -99,6 +118,14 @@ class StepConfig:
     """Flag that all CTAs exchange the gated o in tagged words."""
     linear: bool = True
     """Flag that a chunk of weights has whole rows, as they lie in memory."""
+    paired: bool = False
+    """Flag that all CTAs exchange the gated o of whole sequences in tagged words of two bfloat16 numbers, and do not count."""
+    overlap: bool = OVERLAP
+    """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
+    ahead: int = AHEAD
+    """Chunks of weights that a CTA prefetches into L2 until the launch before has ended, if they overlap."""
+    resident: int = 1
+    """CTAs of an SM for which shared memory and registers have room."""
     profiled: bool = False
     """Flag that CTAs write profile markers."""
 
@@ -136,7 +163,8 @@ class StepConfig:
     def tagged_words(self, rows: int) -> int:
         """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
         exchanged = self.heads * rows * self.exchanged if self.tagged else 0
-        return exchanged + (rows * (self.heads * self.values + self.ctas) if self.tagged_gated else 0)
+        inner = self.heads * self.values
+        return exchanged + rows * (inner + self.ctas if self.tagged_gated else inner // 2 if self.paired else 0)
 
     def operand_blocks(self, columns: int) -> int:
         """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
@@ -238,9 +266,10 @@ def config_of(
     sizes = (heads, keys, values, width, rank, float_norm, members, rows, slots)
     while True:
         config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated, linear)
-        stages = _layout(config).stages
-        if stages >= FEWEST_STAGES:
-            return replace(config, flight=min(FLIGHT, stages))
+        for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
+            stages = _layout(replace(config, resident=resident)).stages
+            if stages >= FEWEST_STAGES:
+                return replace(config, flight=min(FLIGHT, stages), resident=resident, paired=PAIRED and by_sequence and tagged)
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
@@ -275,7 +304,8 @@ def _layout(config: StepConfig) -> _Sizes:
         "NORM_WEIGHT": (4 if config.float_norm else 2) * config.values,
     }
     arrays = {name: 16 * cdiv(size, 16) for name, size in arrays.items()}
-    most = HOPPER_SHARED_BYTES - 1024 - 8 * _MORE_BARRIERS  # for the alignment to 1024 bytes
+    share = (HOPPER_SHARED_BYTES + _CTA_BYTES) // config.resident - _CTA_BYTES
+    most = share - 1024 - 8 * _MORE_BARRIERS  # for the alignment to 1024 bytes
     stages = (most - sum(arrays.values())) // (CHUNK + 16)
     offsets, at = {}, max(stages, 0) * CHUNK
     for name, size in arrays.items():
@@ -292,7 +322,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "VALUES": config.values, "RANK": 1 if config.rank is None else config.rank, "ROWS": config.rows, "SLOTS": config.slots,
         "PARTS": WARPS // config.slots, "BLOCK_ROWS": config.block_rows, "STAGES": layout.stages, "SLAB": config.slab,
         "OUT_SLAB": config.out_slab, "OUT_TILE": config.out_tile, "MARKERS": MARKERS, "ARRIVALS": ARRIVALS, "MOST_PREFETCHED": 16,
-        "FLIGHT": config.flight,
+        "FLIGHT": config.flight, "AHEAD": config.ahead, "RESIDENT": config.resident,
         **{f"{name}_AT": offset for name, offset in layout.offsets.items()},
     }  # fmt: skip
     flags = {
@@ -302,6 +332,8 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "LINEAR": config.linear,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,
+        "PAIRED": config.paired,
+        "OVERLAP": config.overlap,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,
         "PROFILED": config.profiled,
@@ -339,5 +371,6 @@ def unwatched_of(config: StepConfig) -> tuple[int, int]:
 def kernel_of(config: StepConfig) -> CudaKernel:
     """Return the kernel of a configuration, not compiled yet."""
     return CudaKernel(
-        source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True, mma=Mma.WARP
-    )
+        source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True,
+        overlap=config.overlap, mma=Mma.WARP,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from onelaunch.kernels.common.layout import inner_contiguous
 from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import counters
+from onelaunch.ops.linear_rnn import launch_few_rows_hopper
 from onelaunch.ops.linear_rnn.configure_few_rows import config_of
 from onelaunch.ops.linear_rnn.kernels.few_rows import few_rows_kernel
 from onelaunch.ops.linear_rnn.launch import Layer, Results
@@ -32,7 +33,13 @@ def _in_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def few_rows(layer: Layer) -> Results:
-    """Launch the kernel for few rows; it takes any dtype and packed sequences, and keeps nothing for a backward pass."""
+    """Launch the kernel for few rows; it takes any dtype and packed sequences, and keeps nothing for a backward pass.
+
+    On Hopper at most 16 rows in bfloat16 take the kernel of ``launch_few_rows_hopper.py``, for sizes that it divides.
+    """
+    hopper = launch_few_rows_hopper.config_for(layer)
+    if hopper is not None:
+        return launch_few_rows_hopper.few_rows(hopper, layer)
     results, sequences = layer.results(), layer.sequences
     batch, length, width, channels = layer.sizes
     rows, device, size = batch * length, layer.x.device, layer.x.element_size()

@@ -14,27 +14,31 @@
 // Row of a tile for the lanes of a quad: a permutation of 0 to 7 that puts rows r and r + 4 into neighboring quads.
 DEVICE int row_of(int quad) { return quad >> 1 | (quad & 1) << 2; }
 
-// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, by load(row, column), run prepare(), and store transform(values, row,
-// column) to shared memory. Ends with a barrier. SLAB_COLUMNS is the width of a slab, of which the last may have less.
-template <int SLAB_COLUMNS, int WIDE, class Loaded, class Load, class Prepare, class Transform>
+// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, by load(row, column), run prepare(), wait until all words have been
+// written if they are tagged (AWAITED), and store transform(values, row, column) to shared memory. Ends with a barrier. SLAB_COLUMNS is the
+// width of a slab, of which the last may have less.
+template <int SLAB_COLUMNS, int WIDE, bool AWAITED, class Loaded, class Load, class Prepare, class Transform>
 DEVICE void stage_operand(Consumer& c, int slab, Load load, Prepare prepare, Transform transform) {
   constexpr int UNITS = SLAB_COLUMNS / 8, EACH = divided(ROWS * UNITS, CONSUMER_THREADS);
   Loaded v[EACH];
   c.refresh();
+  auto row_of = [&](int i) { return (c.thread + i * CONSUMER_THREADS) / UNITS; };
+  auto column_of = [&](int i) { return slab * SLAB_COLUMNS + (c.thread + i * CONSUMER_THREADS) % UNITS * 8; };
+  auto has = [&](int i) { return row_of(i) < c.a.rows && column_of(i) < WIDE; };
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int at = c.thread + i * CONSUMER_THREADS, row = at / UNITS, column = slab * SLAB_COLUMNS + at % UNITS * 8;
     v[i] = {};
-    if (row < c.a.rows && column < WIDE) v[i] = load(row, column);
+    if (has(i)) v[i] = load(row_of(i), column_of(i));
   }
   prepare();
+  if constexpr (AWAITED) await_words(v, has, [&](int i) { return load(row_of(i), column_of(i)); });
   c.refresh();
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int at = c.thread + i * CONSUMER_THREADS, row = at / UNITS, column = slab * SLAB_COLUMNS + at % UNITS * 8;
-    if (row < c.a.rows && column < WIDE)
-      *(uint4*)(c.s.operand + operand_offset<SLAB_COLUMNS>(row, at % UNITS)) = transform(v[i], row, column);
-  }
+  for (int i = 0; i < EACH; ++i)
+    if (has(i)) {
+      const int row = row_of(i), column = column_of(i);
+      *(uint4*)(c.s.operand + operand_offset<SLAB_COLUMNS>(row, column % SLAB_COLUMNS / 8)) = transform(v[i], row, column);
+    }
   c.sync();
   c.boxes = BOXES;
 }

@@ -59,16 +59,28 @@ struct Block {
 
 // Copy q, k and the low-rank factor of a block's rows, which the CTAs of the head publish, to shared memory.
 DEVICE void stage_block(Consumer& c, const Block& block) {
-  constexpr int UNITS = EXCHANGED / 4;
+  constexpr int UNITS = EXCHANGED / 4, EACH = divided(BLOCK_ROWS * UNITS, CONSUMER_THREADS);
   c.refresh();
-  for (int at = c.thread; at < BLOCK_ROWS * UNITS; at += CONSUMER_THREADS) {
-    const int i = at / UNITS, unit = at % UNITS, row = block.row(c, i);
-    if (row < 0) continue;
-    const float* from = c.exchanged(row) + unit * 4;
-    uint4 v = load_relaxed((const uint4*)from);
-    if constexpr (TAGGED) v = await_words(from, v);
-    float* to = unit < KEYS / 2 ? c.s.queries_keys + i * 2 * KEYS + unit * 4 : c.s.low_rank + i * RANK_PADDED + (unit - KEYS / 2) * 4;
-    *(uint4*)to = v;
+  auto row_of_unit = [&](int i) {
+    const int at = c.thread + i * CONSUMER_THREADS;
+    return at < BLOCK_ROWS * UNITS ? block.row(c, at / UNITS) : -1;
+  };
+  auto load = [&](int i) {
+    return load_relaxed((const uint4*)(c.exchanged(row_of_unit(i)) + (c.thread + i * CONSUMER_THREADS) % UNITS * 4));
+  };
+  uint4 v[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    v[i] = {0, 0, 0, 0};
+    if (row_of_unit(i) >= 0) v[i] = load(i);
+  }
+  if constexpr (TAGGED) await_words(v, [&](int i) { return row_of_unit(i) >= 0; }, load);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = c.thread + i * CONSUMER_THREADS, slot = at / UNITS, unit = at % UNITS;
+    if (row_of_unit(i) < 0) continue;
+    float* to = unit < KEYS / 2 ? c.s.queries_keys + slot * 2 * KEYS + unit * 4 : c.s.low_rank + slot * RANK_PADDED + (unit - KEYS / 2) * 4;
+    *(uint4*)to = v[i];
   }
   c.sync();
 }

@@ -7,7 +7,7 @@
 //            states is contiguous in memory and in the buffer.
 // Words      what CTAs exchange is tagged where it is small: a word of zero has not been written yet, so that the poll is the read, and no
 //            fence and no counter stands between them. tagged() gives a zero the smallest subnormal number. All words are zero again at
-//            the end of a launch. Larger exchanges count arrivals.
+//            the end of a launch. Larger exchanges count arrivals. Gated o may also be words of two bfloat16 numbers (PAIRED).
 // Time-out   no wait is unbounded. After TIMEOUT_CYCLES (about two seconds) a wait traps, so that a CTA that never comes gives a CUDA error
 //            and not a hung GPU. A cooperative launch has all its CTAs resident, so this only happens if memory is corrupted.
 #pragma once
@@ -38,6 +38,9 @@ constexpr int K_AT = 0, Q_AT = KEY_ROWS, R_AT = 2 * KEY_ROWS, V_AT = R_AT + RANK
 constexpr int RANK_PADDED = PER_HEAD ? 0 : divided(RANK, 4) * 4, EXCHANGED_V = 2 * KEYS + RANK_PADDED, EXCHANGED_G = EXCHANGED_V + VALUES;
 constexpr int EXCHANGED = EXCHANGED_V + (BY_SEQUENCE ? 2 * VALUES : 0), INNER = HEADS * VALUES;
 constexpr int COUNTER_WORDS = 32 * (HEADS + 1);  // 128 bytes for each counter
+// Words of a row of gated o that are polled, with those of the sums of squares; none if CTAs count arrivals.
+constexpr int GATED_WORDS = TAGGED_GATED ? INNER + CTAS : PAIRED ? INNER / 2 : 0;
+static_assert(!PAIRED || (TAGGED && BY_SEQUENCE && BOXED && !TAGGED_GATED), "final numbers in bfloat16, in boxes");
 
 // An operand, the rows of x or of the gated o, in shared memory: either padded rows, or boxes that TMA has stored as those of weights, with
 // all blocks of 64 columns one after another.
@@ -104,14 +107,26 @@ DEVICE u32 tagged(float v) {
   const u32 bits = float_as_uint(v);
   return bits ? bits : 1;
 }
+DEVICE u32 tagged_pair(float low, float high) {
+  const u32 bits = floats_to_bf16x2(low, high);
+  return bits ? bits : 1;
+}
 DEVICE bool complete(const uint4& v) { return v.x && v.y && v.z && v.w; }
-DEVICE uint4 await_words(const float* at, uint4 v) {
+// Spin until all words of a thread's N units have been written. v[i] is what load(i) returned at first, zero words included; where has(i)
+// is false, there is no unit i. All units that lack words are loaded again before one of them is looked at: one after the other, each
+// would take a trip to L2 of its own.
+template <int N, class Unit, class Has, class Load>
+DEVICE void await_words(Unit (&v)[N], Has has, Load load) {
   spin_until([&] {
-    if (complete(v)) return true;
-    v = load_relaxed((const uint4*)at);
+    bool lacks[N], all = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) lacks[i] = has(i) && !complete(v[i]), all = all && !lacks[i];
+    if (all) return true;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (lacks[i]) v[i] = load(i);
     return false;
   });
-  return v;
 }
 
 // Position in the ring: a stage, and the parity of the mbarrier phase at it.

@@ -23,22 +23,23 @@ DEVICE void stage_sequences(Consumer& c, int first, int count) {
   constexpr int UNITS = EXCHANGED / 4, EACH = divided(BLOCK_ROWS * UNITS, CONSUMER_THREADS);
   uint4 v[EACH];
   c.refresh();
+  auto has = [&](int i) { return c.thread + i * CONSUMER_THREADS < count * UNITS; };
+  auto from = [&](int i) {
+    const int at = c.thread + i * CONSUMER_THREADS;
+    return (uint4*)(c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4);
+  };
+  auto load = [&](int i) { return load_relaxed((const uint4*)from(i)); };
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int at = c.thread + i * CONSUMER_THREADS;
     v[i] = {0, 0, 0, 0};
-    if (at < count * UNITS) v[i] = load_relaxed((const uint4*)(c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4));
+    if (has(i)) v[i] = load(i);
   }
+  if constexpr (TAGGED) await_words(v, has, load);
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int at = c.thread + i * CONSUMER_THREADS;
-    if (at >= count * UNITS) continue;
-    float* from = c.exchanged(sequence_at(c, first + at / UNITS)) + at % UNITS * 4;
-    if constexpr (TAGGED) {
-      v[i] = await_words(from, v[i]);
-      store_relaxed((uint4*)from, {0, 0, 0, 0});
-    }
-    *(uint4*)(c.s.queries_keys + at * 4) = v[i];
+    if (!has(i)) continue;
+    if constexpr (TAGGED) store_relaxed(from(i), {0, 0, 0, 0});
+    *(uint4*)(c.s.queries_keys + (c.thread + i * CONSUMER_THREADS) * 4) = v[i];
   }
   c.sync();
 }
@@ -135,27 +136,39 @@ DEVICE void advance_sequence(Consumer& c, int first, int i, Held& held) {
   }
   *(float4*)(c.s.partial + (i * CONSUMER_THREADS + c.thread) * 4) = o;
 }
-// Add the threads' o of the block's sequences, a warp each; normalize and gate it, and publish it in bfloat16.
+// Add the threads' o of the block's sequences, a warp each; normalize and gate it, and publish it in bfloat16. A lane has pairs of neighbors.
 DEVICE void publish_sequences(Consumer& c, int first, int count) {
+  constexpr int PAIRS = divided(VALUES, 64);
   c.refresh();
   for (int i = c.warp; i < count; i += WARPS) {
     const float* gates = c.s.queries_keys + i * EXCHANGED + EXCHANGED_G;
-    float o[VALUES / 32], squares = 0;
+    float o[PAIRS][2], squares = 0;
 #pragma unroll
-    for (int j = 0; j < VALUES / 32; ++j) {
-      o[j] = 0;
+    for (int j = 0; j < PAIRS; ++j)
 #pragma unroll
-      for (int part = 0; part < KEYS_AT_ONCE; ++part) o[j] += c.s.partial[(i * KEYS_AT_ONCE + part) * VALUES + j * 32 + c.lane];
-      squares += o[j] * o[j];
-    }
+      for (int k = 0; k < 2; ++k) {
+        const int value = (j * 32 + c.lane) * 2 + k;
+        o[j][k] = 0;
+        if (VALUES % 64 && value >= VALUES) continue;
+#pragma unroll
+        for (int part = 0; part < KEYS_AT_ONCE; ++part) o[j][k] += c.s.partial[(i * KEYS_AT_ONCE + part) * VALUES + value];
+        squares += o[j][k] * o[j][k];
+      }
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) squares += shfl_xor(squares, mask);
     const float scale = rsqrt_approx(squares * (1.0f / VALUES) + c.a.eps);
-    u16* to = (u16*)c.a.gated + ((long long)sequence_at(c, first + i) * HEADS + c.head) * VALUES;
+    u32* to = (PAIRED ? (u32*)gated_words(c) : (u32*)c.a.gated) + ((long long)sequence_at(c, first + i) * HEADS + c.head) * VALUES / 2;
 #pragma unroll
-    for (int j = 0; j < VALUES / 32; ++j) {
-      const int value = j * 32 + c.lane;
-      to[value] = to_bf16(o[j] * scale * norm_weight(c, value) * silu(gates[value]));
+    for (int j = 0; j < PAIRS; ++j) {
+      const int value = (j * 32 + c.lane) * 2;
+      if (VALUES % 64 && value >= VALUES) continue;
+      float v[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) v[k] = o[j][k] * scale * norm_weight(c, value + k) * silu(gates[value + k]);
+      if constexpr (PAIRED)
+        store_relaxed(to + value / 2, tagged_pair(v[0], v[1]));
+      else
+        to[value / 2] = floats_to_bf16x2(v[0], v[1]);
     }
   }
 }

@@ -3,7 +3,7 @@
 // By values, publish_gated() multiplies o by the norm's weight and silu(gate), and publishes it with the sum of o's squares in each CTA. The
 // norm of a head needs all its CTAs, so the division by it is left to those who read the operand. A few rows are published as tagged words
 // in float32 (TAGGED_GATED), which the readers poll; more of them in bfloat16 before a grid barrier. By sequences, a CTA publishes
-// the normalized o itself (sequences.cuh), and TMA copies the operand. A CTA then multiplies whole rows of the output weight, so
+// the normalized o itself (sequences.cuh), and TMA copies the operand; with PAIRED it is tagged words of two numbers, which readers poll. A CTA then multiplies whole rows of the output weight, so
 // that sums are complete and in a fixed order.
 #pragma once
 
@@ -85,14 +85,13 @@ DEVICE Eight load_eight(const Consumer& c, int row, int column) {
   }
   return v;
 }
-DEVICE uint4 finish_eight(const Consumer& c, Eight v, int row, int column) {
-  spin_until([&] {
-    bool all = complete(v.low) && complete(v.high);
+DEVICE bool complete(const Eight& v) {
+  bool all = complete(v.low) && complete(v.high);
 #pragma unroll
-    for (int i = 0; i < SQUARE_UNITS; ++i) all = all && (!OWN_NORM || complete(v.squares[i]));
-    if (!all) v = load_eight(c, row, column);
-    return all;
-  });
+  for (int i = 0; i < SQUARE_UNITS; ++i) all = all && (!OWN_NORM || complete(v.squares[i]));
+  return all;
+}
+DEVICE uint4 finish_eight(const Consumer& c, const Eight& v, int row, int column) {
   float scale = c.s.queries_keys[row * HEADS + column / VALUES];
   if constexpr (OWN_NORM) {
     scale = 0;
@@ -109,7 +108,16 @@ DEVICE uint4 finish_eight(const Consumer& c, Eight v, int row, int column) {
 DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
   auto scale_of = [&](int row, int column) { return c.s.queries_keys[row * HEADS + column / VALUES]; };
   auto prepare = [&] { if (slab == 0) make_norms(c); };
-  if constexpr (BY_SEQUENCE && BOXED) {
+  if constexpr (PAIRED) {
+    // A thread polls the last row of its columns before it reads all rows: polls of all of them by all CTAs would fill L2's bandwidth.
+    auto load = [&](int row, int column) { return load_relaxed((const uint4*)(gated_words(c) + (row * INNER + column) / 2)); };
+    const int column = slab * OUT_SLAB + c.thread % (OUT_SLAB / 8) * 8;
+    if (column < INNER) {
+      uint4 last[1] = {load(c.a.rows - 1, column)};
+      await_words(last, [](int) { return true; }, [&](int) { return load(c.a.rows - 1, column); });
+    }
+    stage_operand<OUT_SLAB, INNER, true, uint4>(c, slab, load, [] {}, [](const uint4& v, int, int) { return v; });
+  } else if constexpr (BY_SEQUENCE && BOXED) {
     if (slab > 0) c.sync();
     if (c.thread == 0) {
       if (slab == 0) {
@@ -120,11 +128,11 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
     }
     c.boxes = 0;
   } else if constexpr (TAGGED_GATED) {
-    stage_operand<OUT_SLAB, INNER, Eight>(
+    stage_operand<OUT_SLAB, INNER, true, Eight>(
         c, slab, [&](int row, int column) { return load_eight(c, row, column); }, [&] { if (!OWN_NORM) prepare(); },
         [&](const Eight& v, int row, int column) { return finish_eight(c, v, row, column); });
   } else {
-    stage_operand<OUT_SLAB, INNER, uint4>(
+    stage_operand<OUT_SLAB, INNER, false, uint4>(
         c, slab, [&](int row, int column) { return load_weak((const uint4*)((const u16*)c.a.gated + (long long)row * INNER + column)); }, prepare,
         [&](const uint4& v, int row, int column) {
           const float scale = scale_of(row, column);
@@ -147,7 +155,7 @@ DEVICE void multiply_output(Consumer& c, const Maps& maps, Read read) {
       if (c.thread == 0) mbarrier_arrive(c.s.read);
       read();
     };
-    if constexpr (!BY_SEQUENCE) note();
+    if constexpr (!BY_SEQUENCE || PAIRED) note();
     if (BY_SEQUENCE && slab == 0) Boxes<OUT_SLAB>::await(c, 1);
     if (slab == 0) c.mark(6);
 #pragma unroll 1

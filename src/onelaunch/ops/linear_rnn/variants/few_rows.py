@@ -1,6 +1,7 @@
-"""The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton for any GPU.
+"""The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton, and in CUDA for Hopper.
 
-It has never run on a GPU. It is marked experimental until a study has measured it, and ``auto`` never takes it.
+It is marked experimental, and ``auto`` never takes it. The kernel for Hopper, for at most 16 rows in bfloat16, has not run on a
+GPU yet.
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here all
 three; ``cost.py`` reads it. ``gemm`` says how the product is made, and ``partial_sums`` that parts of it may be summed through
