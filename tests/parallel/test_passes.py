@@ -143,6 +143,27 @@ def test_ranks_that_share_sums_give_what_one_process_gives(name, monkeypatch):
     assert_near({name: found[name] for name in wanted}, wanted, BOUND)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_sums_its_segments_once_in_each_direction_of_time(rank, monkeypatch):
+    """Also the last rank, which sends no state: its pass with outputs and the one that recomputes states share the sums."""
+    launch_hopper = emulate(monkeypatch, segments=2)
+    from onelaunch.ops.gla import launch_slices
+
+    summed, sum_segments = [], launch_hopper.sum_segments
+
+    def counted(call: Any, operands: Any, *others: Any, **named: Any) -> Any:
+        summed.append(operands.reverse)
+        return sum_segments(call, operands, *others, **named)
+
+    monkeypatch.setattr(launch_hopper, "sum_segments", counted)
+    monkeypatch.setattr(launch_slices, "_fold", fold)
+    monkeypatch.setattr(GlaRules, "passes", lambda rules: launch_slices.HopperPasses(rules.scale))
+    tensors = [torch.zeros(1, 140, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+    o, _ = gla(*tensors, mesh=simulated(rank, (140, 140, 140), device="cpu"), variant="chunked")
+    torch.autograd.grad(o, tensors, torch.zeros_like(o))
+    assert summed == [False, True]
+
+
 class Logged(Collectives):
     """Collectives of a rank whose neighbours send zeros, with a log of the collectives that it waits for."""
 

@@ -4,10 +4,11 @@ Where ranks can store to the memory of peers, a rank sends its message to its re
 sequence in the forward pass, earlier ones in the backward pass. Each rank scans the messages that it reads in the memory where
 they arrive, and a rank that reads none waits for none. Elsewhere all ranks gather all messages (``Collectives.start_scan``).
 
-The pass after the exchange reuses what the local pass has computed. In the backward pass a rank sends its state gradients, and
-while messages arrive it recomputes the states that it needs from the inputs. If the exchange is a kernel of NCCL, a rank waits
-for it before it recomputes states, and in the forward pass before it computes outputs (``Pending.settle``). ``state_scan.py``
-calls :func:`run_passes`.
+The pass after the exchange reuses what the local pass has computed. A rank that sends no state in the forward pass computes these
+sums too (:meth:`Passes.sums`), once for both passes, while other ranks compute their messages. In the backward pass a rank sends
+its state gradients, and while messages arrive it recomputes the states that it needs from the inputs. If the exchange is a kernel
+of NCCL, a rank waits for it before it recomputes states, and in the forward pass before it computes outputs
+(``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
 
 A rank waits for the all-reduce of the final states' gradients before it scans. The last rank sends its message after that
 all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages may occupy all SMs and leave too
@@ -47,7 +48,7 @@ class _Passes(torch.autograd.Function):
             before = None if initial is None or not local.begins[local.tail] else initial[global_rows(context, local.tail)]
             sent, kept = passes.local_state(tensors, local.tail_start, before)
         else:
-            sent = message(context, rules, tensors, None)
+            sent, kept = message(context, rules, tensors, None), passes.sums(tensors, offsets)
         exchange = context.collectives.start_scan(sent, local.after)
         exchange.settle()
         incoming = rules.scan(exchange, local.before, back=False) if local.before else None

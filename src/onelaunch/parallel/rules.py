@@ -129,6 +129,13 @@ class Passes(ABC):
         The tensors kept, if any, are for :meth:`forward` and :meth:`states`.
         """
 
+    def sums(self, tensors: Tensors, offsets: torch.Tensor | None) -> Kept:
+        """Return the tensors that :meth:`local_state` would keep, or none, on a rank that sends no state in the forward pass.
+
+        They depend on no other rank, so a rank computes them before it waits for messages.
+        """
+        return ()
+
     @abstractmethod
     def forward(
         self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept, *, want_final: bool

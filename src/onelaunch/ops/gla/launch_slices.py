@@ -149,6 +149,9 @@ class HopperPasses(Passes):
         sent, *sums = _local_state(*tensors[:4], before, start, self.scale)
         return sent, tuple(sums) if start == 0 else ()
 
+    def sums(self, tensors: Tensors, offsets: torch.Tensor | None) -> Kept:
+        return () if offsets is not None else tuple(_ordinary_sums(*tensors[:4], self.scale))
+
     def forward(
         self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept, *, want_final: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -202,6 +205,16 @@ def _local_state(
     call = Attention.of(q[:, start:], k[:, start:], v[:, start:], g[:, start:], None, None, scale)
     sums = _sums(call, PassOperands(call.q, call.k, call.v, reverse=False))
     return message_of(sums, call, before, back=False), *sums
+
+
+@Planned
+def _ordinary_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+    """Return the sums of segments that an ordinary forward pass makes for itself; none if it makes none."""
+    call = Attention.of(q, k, v, g, None, None, scale)
+    operands = PassOperands(call.q, call.k, call.v, reverse=False)
+    configuration = launch_hopper.configured(call, operands, output=True, store_states=False, split=True)
+    cut = configuration.cut
+    return tuple(launch_hopper.sum_segments(call, operands, configuration)) if cut.count > 1 and not cut.recompute else ()
 
 
 @Planned
