@@ -17,7 +17,7 @@ from onelaunch.launch.build import builds_of
 from onelaunch.launch.imitation import record
 from onelaunch.ops.gla.contract import bind, gla
 from onelaunch.ops.gla.slices import GlaRules
-from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.parallel.collectives import Collectives, Outbox, Outgoing, Pending
 from onelaunch.parallel.rules import Passes
 from onelaunch.parallel.simulated import Done, simulated
 from onelaunch.workbench.inspection import inspect_build
@@ -190,7 +190,8 @@ class Zeros(Passes):
     """Passes whose states and gradients are zeros."""
 
     def local_state(self, tensors: Any, start: int, before: Any) -> Any:
-        return torch.zeros(1, 2 * (16 * 24 + 16)), ()
+        elements = 2 * (16 * 24 + 16)
+        return Outgoing(elements, tensors[0], lambda: torch.zeros(1, elements), None), ()
 
     def forward(self, tensors: Any, initial: Any, offsets: Any, kept: Any, *, want_final: bool) -> Any:
         return torch.zeros_like(tensors[2]), torch.zeros(1, 2, 16, 24) if want_final else None
@@ -266,12 +267,16 @@ def test_the_kernels_of_local_passes_compile_without_spills(per_head):
         from onelaunch.ops.gla.launch_slices import HopperPasses
 
         passes = HopperPasses(0.09)
-        _, kept = passes.local_state(tensors, 0, state)
+        sent, kept = passes.local_state(tensors, 0, state)
+        sent.tensor()
+        sent.send(Outbox(torch.empty(1 << 20, dtype=torch.int64, device=device), (1 << 40, 1 << 41, 1 << 42), 2, 0, 1 << 19, 1))
         passes.forward(tensors, state, None, kept, want_final=True)
-        _, sums = passes.initial_gradient(tensors, do, 8192, None)
+        sent, sums = passes.initial_gradient(tensors, do, 8192, None)
+        sent.tensor()
         passes.gradients(tensors, state, None, do, state, passes.states(tensors, state, None, kept), sums)
     names = [launch.kernel.__name__ for launch in launches]
     assert (names.count("segment_sum_kernel"), names.count("fold_kernel"), names.count("chunk_state_kernel")) == (2, 2, 3)
-    local = [("local", each) for each in launches if each.kernel.__name__ in ("segment_sum_kernel", "fold_kernel")]
+    own = ("segment_sum_kernel", "fold_kernel", "fold_and_send_kernel")
+    local = [("local", each) for each in launches if each.kernel.__name__ in own]
     for build in builds_of(local, find_architecture("sm_90a")):
         assert inspect_build(build, "sm_90a").ok, build.name

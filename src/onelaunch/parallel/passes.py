@@ -23,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from onelaunch.parallel.contexts import Context
-from onelaunch.parallel.messages import all_final_states, final_gradient, global_rows, initial_states, message
+from onelaunch.parallel.messages import all_final_states, final_gradient, global_rows, initial_states, no_message
 from onelaunch.parallel.rules import Kept, Passes, Rules, Tensors
 
 
@@ -48,7 +48,7 @@ class _Passes(torch.autograd.Function):
             before = None if initial is None or not local.begins[local.tail] else initial[global_rows(context, local.tail)]
             sent, kept = passes.local_state(tensors, local.tail_start, before)
         else:
-            sent, kept = message(context, rules, tensors, None), passes.sums(tensors, offsets)
+            sent, kept = no_message(context, rules, tensors), passes.sums(tensors, offsets)
         exchange = context.collectives.start_scan(sent, local.after)
         exchange.settle()
         incoming = rules.scan(exchange, local.before, back=False) if local.before else None
@@ -74,7 +74,7 @@ class _Passes(torch.autograd.Function):
             behind = None if summed is None or not local.ends[local.head] else summed.result()[global_rows(context, local.head)]
             sent, sums = passes.initial_gradient(tensors, dy, local.head_stop, behind)
         else:
-            sent = message(context, rules, tensors, None)
+            sent = no_message(context, rules, tensors)
         exchange = context.collectives.start_scan(sent, local.before[::-1])
         exchange.settle()
         states = passes.states(tensors, first, context.cu_seqlens, kept)

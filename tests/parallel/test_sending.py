@@ -1,0 +1,121 @@
+"""Tests of the kernel that combines sums of segments to a message and sends it, in Triton's interpreter and as machine code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from onelaunch.device.architectures import find_architecture
+from onelaunch.launch.build import builds_of
+from onelaunch.launch.imitation import record
+from onelaunch.workbench.inspection import inspect_build
+
+pytest.importorskip("triton", reason="it launches kernels of Triton")
+from onelaunch.ops.gla import launch_slices
+from onelaunch.ops.gla.launch_slices import MessageSizes, outgoing
+from onelaunch.parallel import Outbox, peer_stores
+from onelaunch.parallel.peer_stores import Channel, channel_bytes
+from tests.parallel.test_peer_stores import order_of
+
+CAPACITY = 4096
+"""Words of a rank in a slot."""
+
+
+@pytest.fixture
+def channels(monkeypatch):
+    """Return a function that makes the channels of a number of ranks, with few CTAs."""
+    monkeypatch.setattr(peer_stores, "CTAS", 3)
+
+    def make(ranks):
+        memory = [torch.zeros(channel_bytes(ranks, CAPACITY) // 8, dtype=torch.int64) for _ in range(ranks)]
+        addresses = [each.data_ptr() for each in memory]
+        return [Channel(each, addresses, rank, CAPACITY, 3) for rank, each in enumerate(memory)]
+
+    return make
+
+
+def sums_of(heads, segments, values, keys, group, seed):
+    """Return padded sums of segments, and decays that are the same for heads of a group."""
+    random = torch.Generator().manual_seed(seed)
+    states = torch.randn(1, heads * group, segments, values, keys, generator=random)
+    decays = torch.rand(1, heads, 1, segments, keys, generator=random).expand(-1, -1, group, -1, -1)
+    return states, decays.reshape(1, heads * group, segments, keys).clone()
+
+
+def received(channel, sender, words):
+    """Return the message of a rank in the latest exchange of a channel."""
+    flags, epochs, slots = peer_stores.parts_of(channel.memory, channel.ranks)
+    epoch = int(epochs[0])
+    mine = flags[sender * peer_stores.CTAS :][: peer_stores.CTAS]
+    assert (mine == (epoch << 24 | words)).all()
+    slot = ((epoch & 1) * channel.ranks + sender) * channel.capacity
+    return slots[slot : slot + words].view(torch.float32)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "group", "keys", "values", "channels_of_decay", "before"),
+    [(3, 1, 40, 20, 40, True), (2, 2, 16, 33, 16, False), (1, 2, 64, 16, 1, True), (5, 1, 24, 24, 24, False)],
+)
+def test_every_reader_gets_the_message_that_a_collective_would_send(
+    heads, group, keys, values, channels_of_decay, before, back, channels, monkeypatch
+):
+    monkeypatch.setattr(launch_slices, "_SENT_VALUES", 16)
+    made, sizes = channels(3), MessageSizes(heads, keys, values, channels_of_decay)
+    for exchange in range(3):  # of which each takes the other slot
+        sums = sums_of(heads, 4, 40, 64, group, exchange)
+        if channels_of_decay == 1:
+            sums[1][:] = sums[1][..., :1].clone()
+        initial = torch.rand(1, heads, keys, values, generator=torch.Generator().manual_seed(9)) if before else None
+        sent = outgoing(*sums, sizes, initial, sums[0], back=back)
+        nothing = sent._replace(send=None)
+        for each, message, readers in zip(made, (sent, nothing, sent), ((1, 2), (), (1,)), strict=True):
+            each.start(message, readers)
+        wanted = sent.tensor()[0]
+        for reader, sender in ((1, 0), (2, 0), (1, 2)):
+            torch.testing.assert_close(received(made[reader], sender, sizes.elements), wanted)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("back", [False, True])
+def test_segments_behind_decays_of_zero_are_not_read(back, channels):
+    """As a pass does not read them. Elsewhere a NaN, also one of a decay, reaches the message."""
+    made, sizes = channels(2), MessageSizes(1, 16, 16, 16)
+    states, decays = sums_of(1, 3, 16, 16, 1, 0)
+    nearest, far = (0, 2) if back else (2, 0)
+    decays[:, :, 1] = 0
+    states[:, :, far] = float("nan")
+    for decay in (None, float("nan")):
+        if decay is not None:
+            decays[:, :, 1, 3] = decay
+        made[0].start(outgoing(states, decays, sizes, torch.full((1, 1, 16, 16), 7.0), states, back=back), (1,))
+        made[1].start(outgoing(states, decays, sizes, None, states, back=back)._replace(send=None), ())
+        state, factors = received(made[1], 0, sizes.elements).split([256, 16])
+        wanted = states[0, 0, nearest].T + decays[0, 0, nearest, :, None] * states[0, 0, 1].T
+        if decay is None:
+            torch.testing.assert_close(state.view(16, 16), wanted)
+            assert (factors == 0).all()
+        else:
+            assert state.view(16, 16)[3].isnan().all()
+            assert factors[3].isnan()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("heads", "group", "channels_of_decay"), [(16, 1, 128), (8, 2, 1)])
+def test_the_kernel_compiles_to_few_registers_and_sets_flags_after_its_stores(heads, group, channels_of_decay):
+    with record("sm_90a") as (device, launches), torch.no_grad():
+        states, decays = (torch.empty(1, heads * group, 8, *of, device=device) for of in ((128, 128), (128,)))
+        memory = torch.empty(channel_bytes(4, 1 << 19) // 8, dtype=torch.int64, device=device)
+        targets = tuple((1 << 40) + 4096 * each for each in range(4))
+        sizes = MessageSizes(heads, 128, 128, channels_of_decay)
+        sent = outgoing(states, decays, sizes, torch.empty(1, heads, 128, 128, device=device), states, back=True)
+        sent.send(Outbox(memory, targets, 3, 0, 1 << 19, 20 * 10**9))
+    (build,) = builds_of([("send", each) for each in launches], find_architecture("sm_90a"))
+    inspection = inspect_build(build, "sm_90a")
+    assert inspection.ok
+    assert inspection.registers <= 128, inspection.registers
+    order = order_of(inspection.assembly["sass"])
+    assert re.fullmatch("(AI)+B[SB]*BFR[SB]*BFRS", order), order
