@@ -17,6 +17,7 @@ from onelaunch.ops.gla import launch_slices
 from onelaunch.ops.gla.launch_slices import MessageSizes, outgoing
 from onelaunch.parallel import Outbox, peer_stores
 from onelaunch.parallel.peer_stores import Channel, channel_bytes
+from onelaunch.parallel.simulated import Loopback
 from tests.parallel.test_peer_stores import order_of
 
 CAPACITY = 4096
@@ -77,6 +78,24 @@ def test_every_reader_gets_the_message_that_a_collective_would_send(
         wanted = sent.tensor()[0]
         for reader, sender in ((1, 0), (2, 0), (1, 2)):
             torch.testing.assert_close(received(made[reader], sender, sizes.elements), wanted)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("rank", range(3))
+def test_one_process_exchanges_with_other_memory_in_the_place_of_peers(rank, monkeypatch):
+    """The neighbours that it stands for send zeros, so the states before and behind its slice are zeros."""
+    monkeypatch.setattr(peer_stores, "CTAS", 3)
+    made, sizes = Loopback(rank, 3, "cpu", CAPACITY), MessageSizes(2, 16, 24, 16)
+    for exchange in range(4):
+        sent = outgoing(*sums_of(2, 3, 24, 16, 1, exchange), sizes, None, torch.zeros(1), back=exchange % 2 == 1)
+        readers, ranks = (range(rank + 1, 3), range(rank)) if exchange % 2 == 0 else (range(rank)[::-1], range(rank + 1, 3)[::-1])
+        pending = made.start_scan(sent if readers else sent._replace(send=None), readers)
+        slots = made.memory[:, peer_stores.SLOTS // 8 :].view(torch.float32)
+        for reader in readers:
+            slot = ((exchange + 1) % 2 * 3 + rank) * CAPACITY
+            torch.testing.assert_close(slots[reader, slot : slot + sizes.elements], sent.tensor()[0])
+        if ranks:
+            assert (launch_slices.folded_in_place(pending.in_place(), ranks, (2, 16, 24), 16) == 0).all()
 
 
 @pytest.mark.interpret
