@@ -164,6 +164,27 @@ def test_every_rank_sums_its_segments_once_in_each_direction_of_time(rank, monke
     assert summed == [False, True]
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_sum_that_stops_earlier_has_the_same_bits(reverse, per_head, monkeypatch):
+    """Factors of e^-51 change no bit of sums of numbers that are about as large, and the decay of a segment that stops is 0."""
+    launch_hopper = emulate(monkeypatch, segments=2)
+    random = torch.Generator().manual_seed(3)
+    Attention = launch_hopper.Attention
+    q, k, v = (torch.randn(1, 640, 1, 64, generator=random).to(torch.bfloat16) for _ in range(3))
+    call = Attention.of(q, k, v, torch.full(q.shape[: 3 if per_head else 4], -0.4).to(torch.bfloat16), None, None, 1.0)
+    operands = launch_hopper.PassOperands(None, k, v, reverse=reverse)
+    configuration = launch_hopper.configured(call, operands, output=True, store_states=False, split=True)
+    found = []
+    for stop in (-1e30, -88.0, -44.0):
+        monkeypatch.setattr(launch_hopper, "STOP", stop)
+        found.append(launch_hopper.sum_segments(call, operands, configuration, last=True))
+    for each in found[1:]:
+        assert torch.equal(each.states, found[0].states)
+        assert torch.equal(each.decays, found[0].decays)
+    assert (found[0].decays == 0).all()
+
+
 class Logged(Collectives):
     """Collectives of a rank whose neighbours send zeros, with a log of the collectives that it waits for."""
 

@@ -50,6 +50,9 @@ from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_val
 _WHOLE = 1 << 30
 """Steps of a segment where T is not cut: more than any sequence has, and a multiple of CHUNK."""
 
+STOP = -88.0
+"""Sum of natural log-decays below which a sum of a segment ends: e^-88 is subnormal in float32."""
+
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
 """Largest magnitude of the sum of log-decays over half a chunk for which one matrix product gives all of its scores, by dtype.
 
@@ -202,7 +205,7 @@ def sum_segments(
         segment_sum_kernel, (sequences * heads * configuration.slices * segments,),
         *(sources or _sources(call, operands)), *sums, call.sequences.offsets, length, heads, segments,
         configuration.segment_steps(length), call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, heads),
-        ALL=last, TURNS=turns, **tiles.options(), **configuration.options,
+        ALL=last, TURNS=turns, STOP=STOP, **tiles.options(), **configuration.options,
     ).run()  # fmt: skip
     return sums
 

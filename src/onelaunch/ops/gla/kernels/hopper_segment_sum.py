@@ -72,9 +72,6 @@ from onelaunch.ops.gla.kernels.hopper_tiles import (
     zero_tail,
 )
 
-LOG_OF_ZERO = gl.constexpr(-88.0)
-"""Sum of natural log-decays below which a factor counts as 0: e^-88 is subnormal in float32, and ``exp2_flushed`` returns 0."""
-
 
 @gluon.jit
 def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr, ALL: gl.constexpr):
@@ -230,7 +227,7 @@ def decay_panels(keys, g, low, carry, weights, scale, FIRST: gl.constexpr, REVER
 
 @gluon.jit
 def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
-                       REVERSE: gl.constexpr, KEYS: gl.constexpr, ALL: gl.constexpr):  # fmt: skip
+                       REVERSE: gl.constexpr, KEYS: gl.constexpr, ALL: gl.constexpr, STOP: gl.constexpr):  # fmt: skip
     """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay.
 
     Per chunk: wait for ``full``, decay the keys, write ``stop``, arrive at ``decayed``. No wait for ``empty`` is needed, since
@@ -280,7 +277,7 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
             decays = carry
             if KEYS < K:  # padding never decays
                 decays = gl.where(gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :] < KEYS, carry, -1e30)
-            if gl.max(gl.max(decays, 1), 0) < LOG_OF_ZERO:
+            if gl.max(gl.max(decays, 1), 0) < STOP:
                 limit = gl.minimum(limit, c + 1)
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         fence_async_shared()
@@ -290,13 +287,14 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
         index = (n.to(gl.int64) * heads + head) * segments + segment
         row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, carry_layout))[:, None]
         channel = gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :]
-        gl.store(segment_decays + index * K + channel + 0 * row, exp(carry), mask=(row == 0) & (channel >= 0))
+        decay = gl.where(limit < chunks, 0.0, exp(carry))
+        gl.store(segment_decays + index * K + channel + 0 * row, decay, mask=(row == 0) & (channel >= 0))
 
 
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                     PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
-                    ALL: gl.constexpr):  # fmt: skip
+                    ALL: gl.constexpr, STOP: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
 
     Keys stay as they are: the factor of each step is left for ``accumulate``, which multiplies the values by it. The log-decays
@@ -340,27 +338,28 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
             zero_tail(tiles_k.index(stage), left, rows)
             fence_async_shared()
         factors.index(stage).store(factor)
-        if carry < LOG_OF_ZERO:
+        if carry < STOP:
             limit = gl.minimum(limit, c + 1)
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
         mbarrier.arrive(decayed.index(stage), count=1)
         c += 1
     if value_slice == 0:  # the CTAs of all slices compute the same decays; one stores them
         index = (n.to(gl.int64) * heads + head) * segments + segment
-        segment_decay = gl.full([K], 1.0, gl.float32, layout=vector) * exp(carry)
+        segment_decay = gl.full([K], 1.0, gl.float32, layout=vector) * gl.where(limit < chunks, 0.0, exp(carry))
         gl.store(segment_decays + index * K + gl.arange(0, K, layout=vector), segment_decay)
 
 
 @gluon.jit
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr):  # fmt: skip
+               KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr,
+               STOP: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys or values to the far end of the segment, for every chunk."""
     if SCALAR:
         decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED, TURNS,
-                        ALL)  # fmt: skip
+                        ALL, STOP)  # fmt: skip
     else:
-        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS, ALL)
+        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS, ALL, STOP)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
@@ -369,7 +368,7 @@ def segment_sum_kernel(
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
     KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-    SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr,
+    SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr, STOP: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
@@ -381,7 +380,8 @@ def segment_sum_kernel(
     (``segment_span``); ``values`` is V. ``scale`` is used with REVERSE only. PREPARE_REGISTERS and MULTIPLY_REGISTERS are the
     registers of a thread of the decaying warpgroup and of the second accumulating one. With TURNS a chunk is loaded when the one
     before it is finished, so that loads, ``decay_keys`` and ``accumulate`` take turns: see hopper_chunk_state.py. With ALL the
-    segment at which the recurrence ends is summed up as well.
+    segment at which the recurrence ends is summed up as well. STOP is the sum of natural log-decays below which factors count as
+    0, if it is so in all channels: at least -88, where ``exp2_flushed`` returns 0.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -430,7 +430,7 @@ def segment_sum_kernel(
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED, TURNS, ALL)),
+                        SCALAR, KEYS, SHARED, TURNS, ALL, STOP)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -441,7 +441,7 @@ def segment_sum_kernel(
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
                        PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED, TURNS, ALL)),
+                        SCALAR, KEYS, SHARED, TURNS, ALL, STOP)),
             ],
             [4],
             [PREPARE_REGISTERS],
