@@ -223,9 +223,9 @@ class Zeros(Passes):
     def states(self, *_: Any) -> Any:
         return ()
 
-    def gradients(self, tensors: Any, initial: Any, *_: Any) -> Any:
+    def gradients(self, tensors: Any, initial: Any, *_: Any, want_initial: bool) -> Any:
         gradients = tuple(None if each is None else torch.zeros_like(each) for each in tensors)
-        return gradients, None if initial is None else torch.zeros_like(initial)
+        return gradients, torch.zeros_like(initial) if want_initial else None
 
 
 @pytest.mark.parametrize("passes", [None, Zeros()])
@@ -294,7 +294,7 @@ def test_the_kernels_of_local_passes_compile_without_spills(per_head):
         passes.forward(tensors, state, None, kept, want_final=True)
         sent, sums = passes.initial_gradient(tensors, do, 8192, None)
         sent.tensor()
-        passes.gradients(tensors, state, None, do, state, passes.states(tensors, state, None, kept), sums)
+        passes.gradients(tensors, state, None, do, state, passes.states(tensors, state, None, kept), sums, want_initial=False)
     names = [launch.kernel.__name__ for launch in launches]
     assert (names.count("segment_sum_kernel"), names.count("fold_kernel"), names.count("chunk_state_kernel")) == (2, 2, 3)
     own = ("segment_sum_kernel", "fold_kernel", "fold_and_send_kernel")

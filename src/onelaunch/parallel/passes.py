@@ -81,7 +81,8 @@ class _Passes(torch.autograd.Function):
         dfinal_all = None if summed is None else summed.result()  # The module's docstring says why this precedes the scan.
         outgoing = rules.scan(exchange, local.after[::-1], back=True) if local.after else None
         dfinal = final_gradient(context, rules, dfinal_all, outgoing, dy)
-        gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums)
+        wanted = ctx.rows is not None and any(local.begins)  # that of another sequence is in this rank's message
+        gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums, want_initial=wanted)
         exchange.finish()
         return None, None, None, None, _initial_state_gradients(context, rules, ctx.rows, dfirst, dy), *gradients
 

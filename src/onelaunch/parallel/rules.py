@@ -166,8 +166,10 @@ class Passes(ABC):
         dfinal: torch.Tensor | None,
         states: Kept,
         kept: Kept,
+        *,
+        want_initial: bool,
     ) -> tuple[Tensors, torch.Tensor | None]:
-        """Return the gradients of ``tensors``, and that of ``initial`` if it is given."""
+        """Return the gradients of ``tensors``, and that of ``initial`` if it is given and its gradient wanted."""
 
 
 def shifted(log_decay: torch.Tensor) -> torch.Tensor:

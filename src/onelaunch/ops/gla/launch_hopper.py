@@ -381,6 +381,7 @@ def backward(
     sums: SegmentSums | None = None,
     turns: bool = False,
     powers: Powers | None = None,
+    want_initial: bool = True,
 ) -> Gradients:
     """Compute the gradients of q, k, v, g and the initial state from those of ``o`` and of the final state.
 
@@ -407,6 +408,7 @@ def backward(
         turns: Flag that in both passes loads, preparing and multiplying take turns. The kernel of dq, dk and dg has one role.
         powers: Powers by which the gradients are multiplied, where all tensors are scaled copies, ``do`` among them. They are
             float32 then, and there is neither ``into`` nor ``states``.
+        want_initial: Flag that the gradient of the initial state is wanted, if there is one.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
@@ -426,7 +428,7 @@ def backward(
         dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
     else:
         dq, dk, dv = (empty_parts(each, each.shape[2]) for each in (q, k, v))
-    dinitial = empty_final(call, wanted=call.sequences.initial is not None)
+    dinitial = empty_final(call, wanted=want_initial and call.sequences.initial is not None)
     by_rows = dinitial.flatten(2).unsqueeze(1) if dinitial.numel() else None  # [N, 1, heads of states, K V]
     v_parts, initial_parts = _parts_of(call, dv), None if by_rows is None else _parts_of(call, by_rows)
     _state_pass(

@@ -263,10 +263,14 @@ class HopperPasses(Passes):
         dfinal: torch.Tensor | None,
         states: Kept,
         kept: Kept,
+        *,
+        want_initial: bool,
     ) -> tuple[Tensors, torch.Tensor | None]:
         both = (*states, None)[:2]
-        *found, dinitial = _gradients(*tensors[:4], initial, offsets, dy, dfinal, *both, *_shared(kept, offsets), self.scale)
-        return (*found, *(None,) * (len(tensors) - 4)), None if initial is None else dinitial
+        *found, dinitial = _gradients(
+            *tensors[:4], initial, offsets, dy, dfinal, *both, *_shared(kept, offsets), want_initial, self.scale
+        )
+        return (*found, *(None,) * (len(tensors) - 4)), None if initial is None or not want_initial else dinitial
 
 
 def _shared(kept: Kept, offsets: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -337,7 +341,7 @@ def _states(
 def _gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, initial: torch.Tensor | None,
     offsets: torch.Tensor | None, dy: torch.Tensor, dfinal: torch.Tensor | None, entering: torch.Tensor,
-    second: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, scale: float,
+    second: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, want_initial: bool, scale: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, g and the initial states.
 
@@ -345,5 +349,6 @@ def _gradients(
     """
     call = Attention.of(q, k, v, g, initial, offsets, scale)
     kept = [entering] if second is None else [entering, second]
-    found = launch_hopper.backward(call, dy, states=kept, dfinal=dfinal, sums=_summed(states, decays))
+    sums = _summed(states, decays)
+    found = launch_hopper.backward(call, dy, states=kept, dfinal=dfinal, sums=sums, want_initial=want_initial)
     return found.q, found.k, found.v, found.g, found.initial
