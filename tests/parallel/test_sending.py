@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.device.architectures import find_architecture
 from onelaunch.launch.build import builds_of
@@ -14,10 +16,13 @@ from onelaunch.workbench.inspection import inspect_build
 
 pytest.importorskip("triton", reason="it launches kernels of Triton")
 from onelaunch.ops.gla import launch_slices
+from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.launch_slices import MessageSizes, outgoing
+from onelaunch.ops.gla.slices import GlaRules
 from onelaunch.parallel import Outbox, peer_stores
 from onelaunch.parallel.peer_stores import Channel, channel_bytes
-from onelaunch.parallel.simulated import Loopback
+from onelaunch.parallel.simulated import Loopback, simulated
+from tests.ops.gluon_on_cpu import emulate
 from tests.parallel.test_peer_stores import order_of
 
 CAPACITY = 4096
@@ -120,6 +125,56 @@ def test_segments_behind_decays_of_zero_are_not_read(back, channels):
         else:
             assert state.view(16, 16)[3].isnan().all()
             assert factors[3].isnan()
+
+
+SENDS, READS, SUMS, PASS = "fold_and_send_kernel", "fold_in_place_kernel", "segment_sum_kernel", "chunk_state_kernel"
+
+LAUNCHES = {
+    0: ([SUMS, SENDS, PASS], ["send_kernel", PASS, READS, SUMS, PASS, "gradients_kernel"]),
+    1: ([SUMS, SENDS, READS, PASS], [SUMS, SENDS, PASS, READS, PASS, "gradients_kernel"]),
+    2: ([SUMS, "send_kernel", READS, PASS], [SUMS, SENDS, PASS, PASS, "gradients_kernel"]),
+}
+"""Launches of each of three ranks, forward and backward, where the passes cut T into segments."""
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("rank", LAUNCHES)
+def test_a_training_step_of_a_rank_has_no_other_launches(rank, monkeypatch):
+    """Other operators of PyTorch than allocations and views would be launches too."""
+    launch_hopper = emulate(monkeypatch, segments=2)
+    monkeypatch.setattr(GlaRules, "passes", lambda rules: launch_slices.HopperPasses(rules.scale))
+    found, inside = [], []
+
+    def observed(launch: type) -> None:
+        run = launch.run
+
+        def logged(self: Any) -> None:
+            found.append(self.kernel.__name__)
+            inside.append(self)
+            run(self)
+            inside.pop()
+
+        monkeypatch.setattr(launch, "run", logged)
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = function(*args, **(kwargs or {}))
+            stays = not any(each.alias_info is not None for each in function._schema.returns)
+            if stays and not inside and "empty" not in str(function):
+                found.append(str(function))
+            return results
+
+    for each in (launch_hopper.Launch, launch_slices.Launch, peer_stores.Launch):
+        if each.run.__name__ != "logged":
+            observed(each)
+    tensors = [torch.zeros(1, 140, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+    context = simulated(rank, (140,) * 3, device="cpu", collectives=Loopback(rank, 3, "cpu", 1 << 14))
+    with Operators():
+        o, _ = gla(*tensors, mesh=context, variant="chunked")
+        first = [each for each in found if each not in ("aten.max.default", "aten._local_scalar_dense.default")]  # checks
+        found.clear()
+        torch.autograd.grad(o, tensors, torch.zeros(o.shape, dtype=o.dtype))
+    assert (first, [each for each in found if each != "aten.zeros.default"]) == LAUNCHES[rank]
 
 
 @pytest.mark.thorough
