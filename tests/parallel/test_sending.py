@@ -193,3 +193,16 @@ def test_the_kernel_compiles_to_few_registers_and_sets_flags_after_its_stores(he
     assert inspection.registers <= 128, inspection.registers
     order = order_of(inspection.assembly["sass"])
     assert re.fullmatch("(AI)+B[SB]*BFR[SB]*BFRS", order), order
+
+
+@pytest.mark.thorough
+def test_the_kernels_compile_for_a_single_state():
+    """Triton makes a constant of an argument that is 1."""
+    with record("sm_90a") as (device, launches), torch.no_grad():
+        states, decays = (torch.empty(1, 1, 1, *of, device=device) for of in ((64, 64), (64,)))
+        memory = torch.empty(channel_bytes(2, 1 << 19) // 8, dtype=torch.int64, device=device)
+        sent = outgoing(states, decays, MessageSizes(1, 64, 64, 64), None, states, back=False)
+        sent.send(Outbox(memory, (1 << 40, 1 << 41), 1, 1, 1 << 19, 1))
+        launch_slices._folded_in_place(memory, (1,), 1, 64, 64, 64, 2, 1 << 19, 1, sent.elements)
+    for build in builds_of([(each.kernel.__name__, each) for each in launches], find_architecture("sm_90a")):
+        assert inspect_build(build, "sm_90a").instructions

@@ -70,7 +70,7 @@ def fold_kernel(
         tl.store(factors + head * factor_channels + k, factor, mask=(k < factor_channels) & (tl.program_id(2) == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # 1 would be a constant, which has no method ``to``
 def fold_and_send_kernel(
     added, decays, initial, message, flags, epochs, addresses, rank, readers, words, capacity, limit, rows, items, keys, values,
     added_head, added_item, added_value, decays_head, decays_item, factor_channels,
@@ -167,7 +167,7 @@ def fold_and_send_kernel(
     tl.store(epochs + cta, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # 1 would be a constant, which has no method ``to``
 def fold_in_place_kernel(
     flags, epochs, slots, state, ranks, rows, words, capacity, limit, keys, values, factor_channels,
     COUNT: tl.constexpr, RANKS: tl.constexpr, CTAS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIMED: tl.constexpr,
