@@ -203,10 +203,25 @@ def _send(
     x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], readers: int, rank: int, capacity: int, limit: int
 ) -> None:  # fmt: skip
     """Launch ``send_kernel``; the kernel explains the arguments."""
-    ranks, words = len(targets), x.view(-1).view(torch.int32)
+    words = x.view(-1).view(torch.int32)
+    _launch_send(words, words.numel(), memory, targets, readers, rank, capacity, limit)
+
+
+@Planned
+def _send_flags(memory: torch.Tensor, targets: tuple[int, ...], count: int, rank: int, capacity: int, limit: int) -> None:
+    """Launch ``send_kernel`` for a message of ``count`` words that no rank reads: it sets flags alone."""
+    _launch_send(memory, count, memory, targets, 0, rank, capacity, limit)
+
+
+def _launch_send(
+    words: torch.Tensor, count: int, memory: torch.Tensor, targets: tuple[int, ...], readers: int, rank: int, capacity: int,
+    limit: int,
+) -> None:  # fmt: skip
+    """Launch ``send_kernel`` for ``count`` words, which it reads only if there are readers."""
+    ranks = len(targets)
     flags, epochs, _ = parts_of(memory, ranks)
     Launch(
-        send_kernel, (CTAS,), words, flags, epochs, targets, rank, readers, words.numel(), capacity, limit,
+        send_kernel, (CTAS,), words.view(torch.int32), flags, epochs, targets, rank, readers, count, capacity, limit,
         mma=Mma.NONE, SLOTS=SLOTS, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
     ).run()  # fmt: skip
 
