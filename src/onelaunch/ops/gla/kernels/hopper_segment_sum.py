@@ -318,7 +318,9 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
         index = (n.to(gl.int64) * heads + head) * segments + segment
         row = gl.arange(0, C // 2, layout=gl.SliceLayout(1, carry_layout))[:, None]
         channel = gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :]
-        decay = gl.where(limit < chunks, 0.0, exp(carry))
+        decay = exp(carry)
+        if STOP > -88.0:  # Otherwise exp is 0 or subnormal where the loop stopped.
+            decay = gl.where(limit < chunks, 0.0, decay)
         gl.store(segment_decays + index * K + channel + 0 * row, decay, mask=(row == 0) & (channel >= 0))
 
 
@@ -378,7 +380,10 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
         c += 1
     if value_slice == 0:  # the CTAs of all slices compute the same decays; one stores them
         index = (n.to(gl.int64) * heads + head) * segments + segment
-        segment_decay = gl.full([K], 1.0, gl.float32, layout=vector) * gl.where(limit < chunks, 0.0, exp(carry))
+        decay = exp(carry)
+        if STOP > -88.0:
+            decay = gl.where(limit < chunks, 0.0, decay)
+        segment_decay = gl.full([K], 1.0, gl.float32, layout=vector) * decay
         gl.store(segment_decays + index * K + gl.arange(0, K, layout=vector), segment_decay)
 
 
