@@ -178,6 +178,8 @@ def exchanges(slices):
 
 def scans(slices):
     """States behind the slices of other ranks are those of all-gathered messages, with some ranks late and in replayed graphs."""
+    from onelaunch.ops.gla.launch_slices import MessageSizes, outgoing  # it needs Triton
+
     rank, size = slices.rank, len(slices.lengths)
     made = parallel.context(slices.group, 4, device="cuda").collectives
     rules = GlaRules(gla, bind(*(torch.zeros(1, 1, 4, each, device="cuda") for each in (32, 32, 96, 32))), "auto")
@@ -185,7 +187,10 @@ def scans(slices):
     sizes = {back: (range(rank + 1, size), range(rank)[::-1])[back] for back in (False, True)}
 
     def scanned(x, *, back):
-        exchange = made.start_scan(x, tuple(sizes[back]))
+        states, decays = x[0].split([4 * 32 * 96, 4 * 32])  # as the sums of a single segment, [V, K]
+        sums = states.view(1, 4, 1, 32, 96).mT.contiguous(), decays.view(1, 4, 1, 32).contiguous()
+        sent = outgoing(*sums, MessageSizes(4, 32, 96, 32), None, x, back=back)
+        exchange = made.start_scan(sent, tuple(sizes[back]))
         torch.cuda._sleep(10**6 if rank == size // 2 else 1)
         ranks = sizes[not back][::-1]
         found = rules.scan(exchange, ranks, back=back) if ranks else None

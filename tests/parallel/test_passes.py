@@ -7,6 +7,7 @@ test of its own compares Triton's kernel with it in the interpreter.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from onelaunch.launch.build import builds_of
 from onelaunch.launch.imitation import record
 from onelaunch.ops.gla.contract import bind, gla
 from onelaunch.ops.gla.slices import GlaRules
-from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.parallel.collectives import Collectives, Outbox, Outgoing, Pending
 from onelaunch.parallel.rules import Passes
 from onelaunch.parallel.simulated import Done, simulated
 from onelaunch.workbench.inspection import inspect_build
@@ -143,6 +144,95 @@ def test_ranks_that_share_sums_give_what_one_process_gives(name, monkeypatch):
     assert_near({name: found[name] for name in wanted}, wanted, BOUND)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_sums_its_segments_once_in_each_direction_of_time(rank, monkeypatch):
+    """Also the last rank, which sends no state: its pass with outputs and the one that recomputes states share the sums."""
+    launch_hopper = emulate(monkeypatch, segments=2)
+    from onelaunch.ops.gla import launch_slices
+
+    summed, sum_segments = [], launch_hopper.sum_segments
+
+    def counted(call: Any, operands: Any, *others: Any, **named: Any) -> Any:
+        summed.append(operands.reverse)
+        return sum_segments(call, operands, *others, **named)
+
+    monkeypatch.setattr(launch_hopper, "sum_segments", counted)
+    monkeypatch.setattr(launch_slices, "_fold", fold)
+    monkeypatch.setattr(GlaRules, "passes", lambda rules: launch_slices.HopperPasses(rules.scale))
+    tensors = [torch.zeros(1, 140, 1, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+    o, _ = gla(*tensors, mesh=simulated(rank, (140, 140, 140), device="cpu"), variant="chunked")
+    torch.autograd.grad(o, tensors, torch.zeros_like(o))
+    assert summed == [False, True]
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_sum_that_stops_earlier_has_the_same_bits(reverse, per_head, monkeypatch):
+    """Factors of e^-76 change no bit of sums of numbers that are about as large, and the decay of a segment that stops is 0."""
+    launch_hopper = emulate(monkeypatch, segments=2)
+    call = of_steady_decay(launch_hopper, 640, -0.6, per_head=per_head)
+    found = []
+    for stop in (-1e30, -88.0, -44.0):
+        monkeypatch.setattr(launch_hopper, "STOP", stop)
+        found.append(sums_of_segments(launch_hopper, call, reverse=reverse))
+    for each in found[1:]:
+        assert torch.equal(each.states, found[0].states)
+        assert torch.equal(each.decays, found[0].decays)
+    assert (found[0].decays == 0).all()
+
+
+@pytest.mark.parametrize("decays", ["steady", "ends", "begins", "none"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_sum_that_foresees_its_end_has_the_same_bits(per_head, decays, monkeypatch):
+    """Also where decays change, so that chunks are needed of which the forecast knew nothing, or the other way round."""
+    launch_hopper = emulate(monkeypatch, segments=2)
+    loaded = loads_of(monkeypatch)
+    for reverse in (False, True):
+        call = of_steady_decay(launch_hopper, 1280, 0.0 if decays == "none" else -0.2, per_head=per_head)
+        for segment in (0, 640):
+            if decays in ("ends", "begins"):  # no decay in a part of the segment
+                call.g[:, segment + 200 : segment + 440 if decays == "ends" else segment + 640] = 0
+        found = []
+        for foresee in (False, True):
+            monkeypatch.setattr(launch_hopper, "FORESEE", foresee)
+            loaded.append(0)
+            found.append(sums_of_segments(launch_hopper, call, reverse=reverse))
+        assert torch.equal(found[0].states, found[1].states)
+        assert torch.equal(found[0].decays, found[1].decays)
+        *_, before, after = loaded
+        assert after < before if decays == "steady" else after <= before
+
+
+def of_steady_decay(launch_hopper: Any, steps: int, log_decay: float, *, per_head: bool) -> Any:
+    """Return a call of one head with random keys and values."""
+    random = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, steps, 1, 64, generator=random).to(torch.bfloat16) for _ in range(3))
+    g = torch.full(q.shape[: 3 if per_head else 4], log_decay).to(torch.bfloat16)
+    return launch_hopper.Attention.of(q, k, v, g, None, None, 1.0)
+
+
+def sums_of_segments(launch_hopper: Any, call: Any, *, reverse: bool) -> Any:
+    """Return the sums of all segments."""
+    operands = launch_hopper.PassOperands(None, call.k, call.v, reverse=reverse)
+    configuration = launch_hopper.configured(call, operands, output=True, store_states=False, split=True)
+    return launch_hopper.sum_segments(call, operands, configuration, last=True)
+
+
+def loads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to whose last number every chunk that emulated sums of segments load is added."""
+    module, loaded = sys.modules["onelaunch.ops.gla.kernels.hopper_segment_sum"], [0]
+    load_stage = module.load_stage
+
+    def counted(
+        descriptors: Any, tiles: Any, full: Any, at: Any, head: Any, part: Any, stage: Any, issue: Any, *rest: Any
+    ) -> Any:
+        loaded[-1] += bool(issue)
+        return load_stage(descriptors, tiles, full, at, head, part, stage, issue, *rest)
+
+    monkeypatch.setattr(module, "load_stage", counted)
+    return loaded
+
+
 class Logged(Collectives):
     """Collectives of a rank whose neighbours send zeros, with a log of the collectives that it waits for."""
 
@@ -169,7 +259,8 @@ class Zeros(Passes):
     """Passes whose states and gradients are zeros."""
 
     def local_state(self, tensors: Any, start: int, before: Any) -> Any:
-        return torch.zeros(1, 2 * (16 * 24 + 16)), ()
+        elements = 2 * (16 * 24 + 16)
+        return Outgoing(elements, tensors[0], lambda: torch.zeros(1, elements), None), ()
 
     def forward(self, tensors: Any, initial: Any, offsets: Any, kept: Any, *, want_final: bool) -> Any:
         return torch.zeros_like(tensors[2]), torch.zeros(1, 2, 16, 24) if want_final else None
@@ -180,9 +271,9 @@ class Zeros(Passes):
     def states(self, *_: Any) -> Any:
         return ()
 
-    def gradients(self, tensors: Any, initial: Any, *_: Any) -> Any:
+    def gradients(self, tensors: Any, initial: Any, *_: Any, want_initial: bool) -> Any:
         gradients = tuple(None if each is None else torch.zeros_like(each) for each in tensors)
-        return gradients, None if initial is None else torch.zeros_like(initial)
+        return gradients, torch.zeros_like(initial) if want_initial else None
 
 
 @pytest.mark.parametrize("passes", [None, Zeros()])
@@ -245,12 +336,16 @@ def test_the_kernels_of_local_passes_compile_without_spills(per_head):
         from onelaunch.ops.gla.launch_slices import HopperPasses
 
         passes = HopperPasses(0.09)
-        _, kept = passes.local_state(tensors, 0, state)
+        sent, kept = passes.local_state(tensors, 0, state)
+        sent.tensor()
+        sent.send(Outbox(torch.empty(1 << 20, dtype=torch.int64, device=device), (1 << 40, 1 << 41, 1 << 42), 2, 0, 1 << 19, 1))
         passes.forward(tensors, state, None, kept, want_final=True)
-        _, sums = passes.initial_gradient(tensors, do, 8192, None)
-        passes.gradients(tensors, state, None, do, state, passes.states(tensors, state, None, kept), sums)
+        sent, sums = passes.initial_gradient(tensors, do, 8192, None)
+        sent.tensor()
+        passes.gradients(tensors, state, None, do, state, passes.states(tensors, state, None, kept), sums, want_initial=False)
     names = [launch.kernel.__name__ for launch in launches]
     assert (names.count("segment_sum_kernel"), names.count("fold_kernel"), names.count("chunk_state_kernel")) == (2, 2, 3)
-    local = [("local", each) for each in launches if each.kernel.__name__ in ("segment_sum_kernel", "fold_kernel")]
+    own = ("segment_sum_kernel", "fold_kernel", "fold_and_send_kernel")
+    local = [("local", each) for each in launches if each.kernel.__name__ in own]
     for build in builds_of(local, find_architecture("sm_90a")):
         assert inspect_build(build, "sm_90a").ok, build.name

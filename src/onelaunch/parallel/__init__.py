@@ -5,7 +5,7 @@ once by :func:`context`. An operation derives a class from :class:`Rules`, which
 state. :func:`run_across_ranks` exchanges these changes between ranks and scans them.
 """
 
-from onelaunch.parallel.collectives import InPlace, Pending
+from onelaunch.parallel.collectives import InPlace, Outbox, Outgoing, Pending
 from onelaunch.parallel.contexts import Context, Described, context, entered, offsets_of
 from onelaunch.parallel.halo import Halo, start_halo, tied
 from onelaunch.parallel.rules import Kept, Passes, Rules, Tensors, shifted
@@ -17,6 +17,8 @@ __all__ = [
     "Halo",
     "InPlace",
     "Kept",
+    "Outbox",
+    "Outgoing",
     "Passes",
     "Pending",
     "Rules",

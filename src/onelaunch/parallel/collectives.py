@@ -30,6 +30,36 @@ class InPlace(NamedTuple):
     """Function that calls its argument, which launches such a kernel, in order with the other launches that use this memory."""
 
 
+class Outbox(NamedTuple):
+    """Memory of an exchange for a kernel that sends this rank's message, as ``send_kernel`` of ``parallel/kernels.py`` does."""
+
+    memory: torch.Tensor
+    """This rank's memory of the exchange, int64: flags, epochs and slots."""
+    targets: tuple[int, ...]
+    """Addresses of this memory at all ranks, those of the readers first."""
+    readers: int
+    """Number of ranks that read the message."""
+    rank: int
+    """This rank."""
+    capacity: int
+    """Number of 32-bit words that a slot has for the message of each rank."""
+    limit: int
+    """Nanoseconds that the kernel waits for a peer before it ends with an error."""
+
+
+class Outgoing(NamedTuple):
+    """Message ``[1, elements]`` float32 that is computed when it is sent."""
+
+    elements: int
+    """Number of elements."""
+    like: torch.Tensor
+    """Tensor on the device."""
+    tensor: Callable[[], torch.Tensor]
+    """Function that returns the message."""
+    send: Callable[[Outbox], None] | None
+    """Function that launches a kernel which computes the message and sends it; ``None`` if no rank reads it."""
+
+
 class Pending:
     """Result of a collective that has been started."""
 
@@ -76,13 +106,13 @@ class Collectives:
         """Start to gather the tensors ``[M, ...]`` of all ranks to ``[size * M, ...]``."""
         return self._start_collective(x.contiguous())
 
-    def start_scan(self, x: torch.Tensor, readers: Sequence[int]) -> Pending:
-        """Start to send the message ``[1, elements]`` float32 to the ranks that read it, the nearest one first.
+    def start_scan(self, message: Outgoing, readers: Sequence[int]) -> Pending:
+        """Start to send the message to the ranks that read it, the nearest one first.
 
         All ranks make the call, with messages of one size. A rank reads what it needs, by :meth:`Pending.in_place` or
         :meth:`Pending.result`, before its next call, and ends with :meth:`Pending.finish`.
         """
-        return self.start_all_gather(x)
+        return self.start_all_gather(message.tensor())
 
     def _start_collective(self, x: torch.Tensor, why: str = "") -> Pending:
         """Start the group's own all-gather of a contiguous tensor; ``why`` is the reason for reports, with its punctuation."""

@@ -27,7 +27,7 @@ import torch
 from onelaunch.cuda import driver
 from onelaunch.errors import ArgumentError, DriverError
 from onelaunch.parallel.agreement import backends
-from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.parallel.collectives import Collectives, Outgoing, Pending
 
 if TYPE_CHECKING:
     from onelaunch.parallel.peer_stores import Channel
@@ -173,21 +173,23 @@ class Exchange:
         self._all: list[Channel] = []
         """All channels. None is freed: graphs hold their addresses, and peers may still store into them."""
 
-    def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending | str:
+    def start(self, x: torch.Tensor | Outgoing, readers: Sequence[int] | None = None) -> Pending | str:
         """Start to send a contiguous tensor of each rank, or return the reason why the group's collective has to do it.
 
-        Without ``readers`` all ranks gather the tensors of all ranks. With it each rank names the ranks that read its tensor.
+        Without ``readers`` all ranks gather the tensors of all ranks. With it each rank names the ranks that read its tensor,
+        which may be an :class:`Outgoing` then.
         """
         if self.why_not:
             return self.why_not
-        if not 0 < x.nbytes <= MOST_BYTES or x.nbytes % 4:
-            return f"messages of {x.nbytes} bytes"
-        if type(x) is not torch.Tensor or x.device.type != self.peers.device.type:  # as a fake tensor, on all ranks
-            return f"a {type(x).__name__} on {x.device.type}"
-        if x.device != self.peers.device:
-            problem = f"the group's first exchange on this rank was on {self.peers.device}, and this one is on {x.device}."
+        like, nbytes = (x, x.nbytes) if isinstance(x, torch.Tensor) else (x.like, 4 * x.elements)
+        if not 0 < nbytes <= MOST_BYTES or nbytes % 4:
+            return f"messages of {nbytes} bytes"
+        if not _is_plain(like) or like.device.type != self.peers.device.type:
+            return f"a {type(like).__name__} on {like.device.type}"
+        if like.device != self.peers.device:
+            problem = f"the group's first exchange on this rank was on {self.peers.device}, and this one is on {like.device}."
             raise ArgumentError(f"A process group exchanges states on one GPU of each rank: {problem}")
-        channel = self._channel(x.nbytes)
+        channel = self._channel(nbytes)
         return channel.start(x, readers) if channel is not None else self.why_not or "a capture found no channel"
 
     def _channel(self, nbytes: int) -> Channel | None:
@@ -280,17 +282,17 @@ class PeerCollectives(Collectives):
         x = x.contiguous()
         return self._started(x, None)
 
-    def start_scan(self, x: torch.Tensor, readers: Sequence[int]) -> Pending:
+    def start_scan(self, message: Outgoing, readers: Sequence[int]) -> Pending:
         """Start to send a message to its readers; they read it where it arrives."""
-        return self._started(x.contiguous(), readers)
+        return self._started(message, readers)
 
-    def _started(self, x: torch.Tensor, readers: Sequence[int] | None) -> Pending:
+    def _started(self, x: torch.Tensor | Outgoing, readers: Sequence[int] | None) -> Pending:
         """Start an exchange by stores, or the group's own all-gather."""
         started = self._exchange.start(x, readers)
         if isinstance(started, Pending):
             self.used.add(STORES)
             return started
-        return self._start_collective(x, f", since {started}")
+        return self._start_collective(x if isinstance(x, torch.Tensor) else x.tensor().contiguous(), f", since {started}")
 
 
 _EXCHANGES: WeakKeyDictionary[Any, Exchange] = WeakKeyDictionary()
@@ -307,6 +309,11 @@ def collectives_of(group: Any, size: int, device: torch.device) -> Collectives:
         index = torch.cuda.current_device() if device.index is None else device.index
         found = _EXCHANGES[group] = Exchange(Peers(group, torch.device("cuda", index)))
     return PeerCollectives(group.group_name, size, found)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Return whether a tensor is no fake one, say, which it then is on all ranks. Parameters are plain too."""
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _first(reasons: Any) -> str:

@@ -2,11 +2,14 @@
 
 Computes   for an all-gather, gathered[r] = message of rank r, the same bits (``receive_kernel``). In an exchange with readers a
            rank sends its message only to the ranks that read it. Their kernels call ``wait_for_message`` and read the message in
-           its slot, as in ops/gla/kernels/fold.py. A message is a sequence of 32-bit words.
+           its slot, as in ops/gla/kernels/fold.py. There another kernel sends as ``send_kernel`` does a message that it computes:
+           by ``next_epoch``, ``slot_at`` and ``set_flags``. What is said of ``send_kernel`` below is true of it too, but for the
+           parts of the message that a CTA stores. A message is a sequence of 32-bit words.
 Launched   by peer_stores.py, where all GPUs of a group can write each other's memory.
 Grid       ``send_kernel`` one dimension of CTAs; ``receive_kernel`` the same CTAs by the ranks that have sent. CTA i of a
-           sender stores blocks i, i + CTAs, ... of its message, and CTA (i, r) of a receiver copies the same blocks of rank r.
-           So it waits for one flag, and no CTA waits for another of its own launch.
+           sender stores blocks i, i + CTAs, ... of its message, and CTA (i, r) of a receiver copies the same blocks of rank r
+           when all flags of rank r are set, since a kernel that computes its message may give CTAs other parts of it. No CTA
+           waits for another of its own launch.
 Memory     a channel, at every rank: an int64 flag for each rank and CTA, an int64 epoch for each CTA (of the exchange last
            sent), and two slots for the messages of all ranks, of which exchange e uses slot e mod 2. A word of a message is
            stored once at every rank that reads it.
@@ -68,35 +71,59 @@ def send_kernel(
         TIMED: Flag that the kernel is compiled; False in Triton's interpreter, which has no timer.
     """
     cta, ctas = tl.program_id(0), tl.num_programs(0)
+    epoch = next_epoch(flags, epochs, limit, RANKS, TIMED)
+    for i in tl.static_range(RANKS):
+        if i < readers:
+            slot = slot_at(addresses[i], rank, epoch, capacity, SLOTS, RANKS)
+            for start in range(cta * BLOCK, count, ctas * BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                words = tl.load(message + at, mask=at < count)
+                tl.store(slot + at, words, mask=at < count)
+            if i == 0:
+                set_flags(addresses, rank, epoch, count, 0, 1, RANKS)
+    set_flags(addresses, rank, epoch, count, tl.minimum(readers, 1), RANKS, RANKS)
+    tl.store(epochs + cta, epoch)
+
+
+@triton.jit
+def next_epoch(flags, epochs, limit, RANKS: tl.constexpr, TIMED: tl.constexpr):
+    """Wait until all ranks have sent in the exchange before, and return the epoch of the one that this CTA begins.
+
+    ``send_kernel`` explains the arguments. The CTA stores the epoch to ``epochs`` when it has set its flags.
+    """
+    cta, ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(epochs + cta) + 1
     lane = tl.arange(0, triton.next_power_of_2(RANKS))
     wait_for_all(flags + tl.minimum(lane, RANKS - 1) * ctas + cta, epoch - 1, limit, TIMED)
     tl.debug_barrier()  # Each thread has waited for one flag only.
+    return epoch
+
+
+@triton.jit
+def slot_at(address, rank, epoch, capacity, SLOTS: tl.constexpr, RANKS: tl.constexpr):
+    """Return a pointer to 32-bit words: the slot for the messages of ``rank`` in the channel at an address."""
+    slots = tl.multiple_of((address + SLOTS).to(tl.pointer_type(tl.int32)), 16)
+    return slots + ((epoch & 1) * RANKS + rank) * capacity
+
+
+@triton.jit
+def set_flags(addresses, rank, epoch, count, first, stop, RANKS: tl.constexpr):
+    """Set this CTA's flags at the ranks ``addresses[first:stop]``, when all its threads have stored what they send there."""
+    cta, ctas = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, triton.next_power_of_2(RANKS))
     targets = tl.zeros_like(lane).to(tl.int64)
     for i in tl.static_range(RANKS):
         targets = tl.where(lane == i, addresses[i], targets)
     targets = (targets + (rank * ctas + cta).to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
     flag = tl.zeros_like(lane).to(tl.int64) + (epoch << _EPOCH | count)
-    place = ((epoch & 1) * RANKS + rank) * capacity
-    for i in tl.static_range(RANKS):
-        if i < readers:
-            slots = (addresses[i] + SLOTS).to(tl.pointer_type(tl.int32))
-            for start in range(cta * BLOCK, count, ctas * BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                words = tl.load(message + at, mask=at < count)
-                tl.store(tl.multiple_of(slots, 16) + place + at, words, mask=at < count)
-            if i == 0:
-                tl.debug_barrier()
-                tl.atomic_xchg(targets, flag, mask=lane == 0, sem="release", scope="sys")
     tl.debug_barrier()
-    tl.atomic_xchg(targets, flag, mask=(lane >= tl.minimum(readers, 1)) & (lane < RANKS), sem="release", scope="sys")
-    tl.store(epochs + cta, epoch)
+    tl.atomic_xchg(targets, flag, mask=(lane >= first) & (lane < stop), sem="release", scope="sys")
 
 
 @triton.jit
 def receive_kernel(
     gathered, flags, epochs, slots, count, capacity, limit,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+    RANKS: tl.constexpr, CTAS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Wait until all ranks have sent, and copy their messages to ``gathered`` [RANKS, count] of 32-bit words.
 
@@ -109,15 +136,17 @@ def receive_kernel(
         capacity: Number of words that a slot holds for a rank.
         limit: Nanoseconds after which the kernel ends by a trap; a number of polls without ``TIMED``.
         RANKS: Number of ranks.
+        CTAS: Number of CTAs that send a message, and that copy it.
         BLOCK: Words that a CTA copies at once.
         TIMED: Flag that the kernel is compiled; False in Triton's interpreter, which has no timer.
     """
-    cta, ctas, sender = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    cta, sender = tl.program_id(0), tl.program_id(1).to(tl.int64)
     epoch = tl.load(epochs + cta)
-    wait_for_message(flags + sender * ctas + cta + tl.arange(0, 1), epoch, count, limit, TIMED)
+    each = tl.minimum(tl.arange(0, triton.next_power_of_2(CTAS)), CTAS - 1)
+    wait_for_message(flags + sender * CTAS + each, epoch, count, limit, TIMED)
     source = slots + ((epoch & 1) * RANKS + sender) * capacity
     target = gathered + sender * count
-    for start in range(cta * BLOCK, count, ctas * BLOCK):
+    for start in range(cta * BLOCK, count, CTAS * BLOCK):
         at = start + tl.arange(0, BLOCK)
         words = tl.load(source + at, mask=at < count, cache_modifier=".cg")
         tl.store(target + at, words, mask=at < count)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from onelaunch.parallel.collectives import Pending
+from onelaunch.parallel.collectives import Outgoing, Pending
 from onelaunch.parallel.contexts import Context
 from onelaunch.parallel.rules import Rules, Tensors
 
@@ -75,6 +75,12 @@ def message(context: Context, rules: Rules, saved: Tensors, state: torch.Tensor 
     else:
         parts.append(state.new_zeros(elements - state.numel()))
     return torch.cat(parts)[None]
+
+
+def no_message(context: Context, rules: Rules, saved: Tensors) -> Outgoing:
+    """Return the message of a rank whose message no other rank reads."""
+    elements, like = rules.elements(state_rows(context, rules)), next(each for each in saved if each is not None)
+    return Outgoing(elements, like, lambda: message(context, rules, saved, None), None)
 
 
 def initial_states(

@@ -4,10 +4,11 @@ Where ranks can store to the memory of peers, a rank sends its message to its re
 sequence in the forward pass, earlier ones in the backward pass. Each rank scans the messages that it reads in the memory where
 they arrive, and a rank that reads none waits for none. Elsewhere all ranks gather all messages (``Collectives.start_scan``).
 
-The pass after the exchange reuses what the local pass has computed. In the backward pass a rank sends its state gradients, and
-while messages arrive it recomputes the states that it needs from the inputs. If the exchange is a kernel of NCCL, a rank waits
-for it before it recomputes states, and in the forward pass before it computes outputs (``Pending.settle``). ``state_scan.py``
-calls :func:`run_passes`.
+The pass after the exchange reuses what the local pass has computed. A rank that sends no state in the forward pass computes these
+sums too (:meth:`Passes.sums`), once for both passes, while other ranks compute their messages. In the backward pass a rank sends
+its state gradients, and while messages arrive it recomputes the states that it needs from the inputs. If the exchange is a kernel
+of NCCL, a rank waits for it before it recomputes states, and in the forward pass before it computes outputs
+(``Pending.settle``). ``state_scan.py`` calls :func:`run_passes`.
 
 A rank waits for the all-reduce of the final states' gradients before it scans. The last rank sends its message after that
 all-reduce, a kernel of NCCL that must run on every rank. CTAs of a scan that wait for messages may occupy all SMs and leave too
@@ -22,7 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from onelaunch.parallel.contexts import Context
-from onelaunch.parallel.messages import all_final_states, final_gradient, global_rows, initial_states, message
+from onelaunch.parallel.messages import all_final_states, final_gradient, global_rows, initial_states, no_message
 from onelaunch.parallel.rules import Kept, Passes, Rules, Tensors
 
 
@@ -47,7 +48,7 @@ class _Passes(torch.autograd.Function):
             before = None if initial is None or not local.begins[local.tail] else initial[global_rows(context, local.tail)]
             sent, kept = passes.local_state(tensors, local.tail_start, before)
         else:
-            sent = message(context, rules, tensors, None)
+            sent, kept = no_message(context, rules, tensors), passes.sums(tensors, offsets)
         exchange = context.collectives.start_scan(sent, local.after)
         exchange.settle()
         incoming = rules.scan(exchange, local.before, back=False) if local.before else None
@@ -73,14 +74,15 @@ class _Passes(torch.autograd.Function):
             behind = None if summed is None or not local.ends[local.head] else summed.result()[global_rows(context, local.head)]
             sent, sums = passes.initial_gradient(tensors, dy, local.head_stop, behind)
         else:
-            sent = message(context, rules, tensors, None)
+            sent = no_message(context, rules, tensors)
         exchange = context.collectives.start_scan(sent, local.before[::-1])
         exchange.settle()
         states = passes.states(tensors, first, context.cu_seqlens, kept)
         dfinal_all = None if summed is None else summed.result()  # The module's docstring says why this precedes the scan.
         outgoing = rules.scan(exchange, local.after[::-1], back=True) if local.after else None
         dfinal = final_gradient(context, rules, dfinal_all, outgoing, dy)
-        gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums)
+        wanted = ctx.rows is not None and any(local.begins)  # that of another sequence is in this rank's message
+        gradients, dfirst = passes.gradients(tensors, first, context.cu_seqlens, dy, dfinal, states, sums, want_initial=wanted)
         exchange.finish()
         return None, None, None, None, _initial_state_gradients(context, rules, ctx.rows, dfirst, dy), *gradients
 

@@ -13,7 +13,7 @@ from triton import knobs
 
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.planned import Planned
-from onelaunch.parallel.collectives import InPlace, Pending
+from onelaunch.parallel.collectives import InPlace, Outbox, Outgoing, Pending
 from onelaunch.parallel.kernels import receive_kernel, send_kernel
 
 WORD = 4
@@ -60,24 +60,34 @@ class Channel:
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
 
-    def start(self, x: torch.Tensor, readers: Sequence[int] | None = None) -> Pending:
+    def start(self, x: torch.Tensor | Outgoing, readers: Sequence[int] | None = None) -> Pending:
         """Send a contiguous tensor ``[M, ...]`` to all ranks, or to its ``readers`` alone, the first one first.
+
+        With ``readers`` it may be an :class:`Outgoing`. If there are none, flags are sent without a message.
 
         If the result of an earlier all-gather has not been received, it is received first. Messages of an earlier exchange with
         readers cannot be read after this call, since kernels read the messages of the exchange that was started last.
         """
         if self._sent is not None:
             self._sent.result()
-        if x.data_ptr() % 16:
+        if isinstance(x, torch.Tensor) and x.data_ptr() % 16:
             x = x.clone()
         self.order()
         order, count = self.order_of(readers)
         targets = tuple(self.addresses[each] for each in order)
-        _send(x, self.memory, targets, count, self.rank, self.capacity, self.limit)
+        if isinstance(x, torch.Tensor):
+            _send(x, self.memory, targets, count, self.rank, self.capacity, self.limit)
+        elif x.send is not None and count:
+            x.send(Outbox(self.memory, targets, count, self.rank, self.capacity, self.limit))
+        else:
+            _send(
+                parts_of(self.memory, self.ranks)[2][: x.elements], self.memory, targets, 0, self.rank, self.capacity, self.limit
+            )
         self.started += 1
         self._launched()
         if readers is not None:
-            return SentToReaders(self, x.shape)
+            return SentToReaders(self, x.shape if isinstance(x, torch.Tensor) else (1, x.elements))
+        assert isinstance(x, torch.Tensor)  # noqa: S101 - messages that are computed when they are sent have readers
         self._sent = Sent(self, (self.ranks * x.shape[0], *x.shape[1:]), x.dtype)
         return self._sent
 
@@ -193,10 +203,25 @@ def _send(
     x: torch.Tensor, memory: torch.Tensor, targets: tuple[int, ...], readers: int, rank: int, capacity: int, limit: int
 ) -> None:  # fmt: skip
     """Launch ``send_kernel``; the kernel explains the arguments."""
-    ranks, words = len(targets), x.view(-1).view(torch.int32)
+    words = x.view(-1).view(torch.int32)
+    _launch_send(words, words.numel(), memory, targets, readers, rank, capacity, limit)
+
+
+@Planned
+def _send_flags(memory: torch.Tensor, targets: tuple[int, ...], count: int, rank: int, capacity: int, limit: int) -> None:
+    """Launch ``send_kernel`` for a message of ``count`` words that no rank reads: it sets flags alone."""
+    _launch_send(memory, count, memory, targets, 0, rank, capacity, limit)
+
+
+def _launch_send(
+    words: torch.Tensor, count: int, memory: torch.Tensor, targets: tuple[int, ...], readers: int, rank: int, capacity: int,
+    limit: int,
+) -> None:  # fmt: skip
+    """Launch ``send_kernel`` for ``count`` words, which it reads only if there are readers."""
+    ranks = len(targets)
     flags, epochs, _ = parts_of(memory, ranks)
     Launch(
-        send_kernel, (CTAS,), words, flags, epochs, targets, rank, readers, words.numel(), capacity, limit,
+        send_kernel, (CTAS,), words.view(torch.int32), flags, epochs, targets, rank, readers, count, capacity, limit,
         mma=Mma.NONE, SLOTS=SLOTS, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
     ).run()  # fmt: skip
 
@@ -210,6 +235,6 @@ def _receive(
     words = gathered.view(-1).view(torch.int32)
     Launch(
         receive_kernel, (CTAS, ranks), words, *parts_of(memory, ranks), words.numel() // ranks, capacity, limit,
-        mma=Mma.NONE, RANKS=ranks, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
+        mma=Mma.NONE, RANKS=ranks, CTAS=CTAS, BLOCK=_BLOCK, TIMED=not knobs.runtime.interpret, num_warps=_WARPS,
     ).run()  # fmt: skip
     return gathered

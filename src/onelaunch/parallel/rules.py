@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from onelaunch.parallel.collectives import Pending
+from onelaunch.parallel.collectives import Outgoing, Pending
 
 Tensors = tuple[torch.Tensor | None, ...]
 """Tensors of a call in an order that the operation's :class:`Rules` know."""
@@ -119,15 +119,22 @@ class Passes(ABC):
 
     The pass that computes outputs or gradients reuses results of the local pass. The backward pass recomputes states while the
     messages with state gradients arrive. States, cumulative decays and ``tensors`` are those of :class:`Rules`; messages are
-    float32 ``[1, elements]``, a state, then cumulative decays.
+    float32 ``[1, elements]``, a state, then cumulative decays, which a kernel may compute and send at once.
     """
 
     @abstractmethod
-    def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
+    def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[Outgoing, Kept]:
         """Return the message with the state after the slice, from ``before`` or zeros as the state before step ``start``.
 
         The tensors kept, if any, are for :meth:`forward` and :meth:`states`.
         """
+
+    def sums(self, tensors: Tensors, offsets: torch.Tensor | None) -> Kept:
+        """Return the tensors that :meth:`local_state` would keep, or none, on a rank that sends no state in the forward pass.
+
+        They depend on no other rank, so a rank computes them before it waits for messages.
+        """
+        return ()
 
     @abstractmethod
     def forward(
@@ -138,7 +145,7 @@ class Passes(ABC):
     @abstractmethod
     def initial_gradient(
         self, tensors: Tensors, dy: torch.Tensor, stop: int, behind: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Kept]:
+    ) -> tuple[Outgoing, Kept]:
         """Return the message with the gradient of the state before the slice.
 
         It comes from the gradients of the outputs of steps ``[0, stop)``, and from ``behind``, the gradient of the state after
@@ -159,8 +166,10 @@ class Passes(ABC):
         dfinal: torch.Tensor | None,
         states: Kept,
         kept: Kept,
+        *,
+        want_initial: bool,
     ) -> tuple[Tensors, torch.Tensor | None]:
-        """Return the gradients of ``tensors``, and that of ``initial`` if it is given."""
+        """Return the gradients of ``tensors``, and that of ``initial`` if it is given and its gradient wanted."""
 
 
 def shifted(log_decay: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.parallel.collectives import Collectives, Pending
+from onelaunch.parallel.collectives import Collectives, Outgoing, Pending
 from onelaunch.parallel.contexts import Context, context_of
 
 
@@ -47,6 +47,40 @@ class Neighbours(Collectives):
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
         """Return this rank's tensor, as if the others had sent zeros."""
         return Done(x)
+
+
+class Loopback(Neighbours):
+    """Collectives of one rank that exchanges by stores, to other memory of the same GPU in the place of its peers' memory.
+
+    The kernels of an exchange run as on several GPUs, but wait for nothing: the flags of the other ranks are set in advance, and
+    their messages are zeros.
+
+    Args:
+        rank: Rank that this process stands for.
+        size: Number of ranks.
+        device: Device of the calls' tensors.
+        capacity: Largest message in 32-bit words, a multiple of 16.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device | str, capacity: int = 1 << 20) -> None:
+        super().__init__(rank, size)
+        from onelaunch.parallel import peer_stores  # it needs Triton
+
+        words = peer_stores.channel_bytes(size, capacity) // 8
+        self.memory = torch.zeros((size, words), dtype=torch.int64, device=device)
+        """Memory of the channel at each rank."""
+        flags, _, _ = peer_stores.parts_of(self.memory[rank], size)
+        others = [each for each in range(size) if each != rank]
+        flags.view(size, peer_stores.CTAS)[others] = _LATER
+        self._channel = peer_stores.Channel(self.memory[rank], [each.data_ptr() for each in self.memory], rank, capacity, 10**9)
+
+    def start_scan(self, message: Outgoing, readers: Sequence[int]) -> Pending:
+        """Send a message to the memory of its readers."""
+        return self._channel.start(message, readers)
+
+
+_LATER = 1 << 62
+"""Flag of an exchange that is later than all others, see ``kernels.py``."""
 
 
 def simulated(

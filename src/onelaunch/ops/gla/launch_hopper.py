@@ -50,6 +50,12 @@ from onelaunch.ops.gla.padding import PANEL, key_panels, padded_keys, padded_val
 _WHOLE = 1 << 30
 """Steps of a segment where T is not cut: more than any sequence has, and a multiple of CHUNK."""
 
+STOP = -88.0
+"""Sum of natural log-decays below which a sum of a segment ends: e^-88 is subnormal in float32."""
+
+FORESEE = False
+"""Flag that sums of segments load a chunk only when the decays so far foretell that it is needed; not measured yet."""
+
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
 """Largest magnitude of the sum of log-decays over half a chunk for which one matrix product gives all of its scores, by dtype.
 
@@ -202,7 +208,7 @@ def sum_segments(
         segment_sum_kernel, (sequences * heads * configuration.slices * segments,),
         *(sources or _sources(call, operands)), *sums, call.sequences.offsets, length, heads, segments,
         configuration.segment_steps(length), call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, heads),
-        ALL=last, TURNS=turns, **tiles.options(), **configuration.options,
+        ALL=last, TURNS=turns, STOP=STOP, FORESEE=FORESEE and not turns, **tiles.options(), **configuration.options,
     ).run()  # fmt: skip
     return sums
 
@@ -378,6 +384,7 @@ def backward(
     sums: SegmentSums | None = None,
     turns: bool = False,
     powers: Powers | None = None,
+    want_initial: bool = True,
 ) -> Gradients:
     """Compute the gradients of q, k, v, g and the initial state from those of ``o`` and of the final state.
 
@@ -404,6 +411,7 @@ def backward(
         turns: Flag that in both passes loads, preparing and multiplying take turns. The kernel of dq, dk and dg has one role.
         powers: Powers by which the gradients are multiplied, where all tensors are scaled copies, ``do`` among them. They are
             float32 then, and there is neither ``into`` nor ``states``.
+        want_initial: Flag that the gradient of the initial state is wanted, if there is one.
     """
     from onelaunch.ops.gla.kernels.hopper_gradients import gradients_kernel
 
@@ -423,7 +431,7 @@ def backward(
         dq, dk, dv = output_like(q, to_q), output_like(k, to_k), output_like(v, to_v)
     else:
         dq, dk, dv = (empty_parts(each, each.shape[2]) for each in (q, k, v))
-    dinitial = empty_final(call, wanted=call.sequences.initial is not None)
+    dinitial = empty_final(call, wanted=want_initial and call.sequences.initial is not None)
     by_rows = dinitial.flatten(2).unsqueeze(1) if dinitial.numel() else None  # [N, 1, heads of states, K V]
     v_parts, initial_parts = _parts_of(call, dv), None if by_rows is None else _parts_of(call, by_rows)
     _state_pass(

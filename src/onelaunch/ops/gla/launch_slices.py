@@ -1,30 +1,36 @@
 """Launches of ``gla``'s Hopper kernels over one rank's slice of T: local passes whose sums of segments the other passes share.
 
 A pass that cuts time into segments needs what each segment adds to the state. Context parallelism needs what a whole slice adds.
-So the local pass is ``segment_sum_kernel`` over all segments, and one launch of ``fold_kernel`` that combines its sums to the
-rank's message. The pass with outputs starts its segments from the same sums and the state before the slice. ``slices.py`` makes
+So the local pass is ``segment_sum_kernel`` over all segments, and one launch that combines its sums to the rank's message:
+``fold_and_send_kernel``, which also stores the message to the memory of peers, or ``fold_kernel`` where a collective sends it.
+The pass with outputs starts its segments from the same sums and the state before the slice. ``slices.py`` makes
 :class:`HopperPasses` where the variant ``hopper`` runs the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import triton
 from triton import knobs
 
 from onelaunch.kernels.common.layout import cdiv, inner_contiguous
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.planned import Planned
 from onelaunch.ops.gla import launch_hopper
-from onelaunch.ops.gla.kernels.fold import fold_in_place_kernel, fold_kernel
-from onelaunch.ops.gla.launch import Attention, empty_final, ratio
+from onelaunch.ops.gla.kernels.fold import fold_and_send_kernel, fold_in_place_kernel, fold_kernel
+from onelaunch.ops.gla.launch import Attention, empty_final
 from onelaunch.ops.gla.launch_hopper import PassOperands, SegmentSums
-from onelaunch.parallel import InPlace, Kept, Passes, Tensors, peer_stores
+from onelaunch.parallel import InPlace, Kept, Outgoing, Passes, Tensors, peer_stores
 from onelaunch.parallel.peer_stores import parts_of
 
 _TILE = 32
 """Keys and values of a CTA of ``fold_kernel``; not measured yet."""
+
+_SENT_VALUES = 128
+"""Most values of a block of ``fold_and_send_kernel``; not measured yet."""
 
 
 def _fold(
@@ -40,20 +46,65 @@ def _fold(
     ).run()  # fmt: skip
 
 
-def message_of(sums: SegmentSums, call: Attention, before: torch.Tensor | None, *, back: bool) -> torch.Tensor:
-    """Return a rank's message ``[1, elements]``: the state after its slice, ``[B, heads, K, V]``, and the cumulative decays.
+class MessageSizes(NamedTuple):
+    """Sizes of a rank's message: a state for each batch entry and head, then their cumulative decays."""
+
+    rows: int
+    """Number of states: batch size times heads of the states."""
+    keys: int
+    values: int
+    channels: int
+    """Number of cumulative decays of a state: 1 or K."""
+
+    @classmethod
+    def of(cls, q: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> MessageSizes:
+        """Return the sizes of the message that describes a slice of these tensors."""
+        keys = q.shape[3]
+        return cls(g.shape[0] * g.shape[2], keys, v.shape[3], 1 if g.dim() == 3 else keys)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the message."""
+        return self.rows * (self.keys * self.values + self.channels)
+
+
+def outgoing(
+    states: torch.Tensor,
+    decays: torch.Tensor,
+    sizes: MessageSizes,
+    before: torch.Tensor | None,
+    like: torch.Tensor,
+    *,
+    back: bool,
+) -> Outgoing:
+    """Return a rank's message: the state after its slice, ``[B, heads, K, V]``, and the cumulative decays.
 
     Args:
-        sums: Sums of all segments; with ``back`` of every head of the output, else of the states.
-        call: Tensors of the slice.
+        states: States of :class:`SegmentSums` of all segments; with ``back`` of every head of the output, else of the states.
+        decays: Their decays.
+        sizes: Sizes of the message.
         before: State before the slice, or ``None`` for zeros; with ``back``, the gradient of the state after it.
+        like: Tensor of the call.
         back: Flag that the sums are gradients.
     """
-    *_, keys, values = call.sizes
-    rows, channels = sums.states.shape[0] * call.heads.state, 1 if call.scalar else keys
-    message = sums.states.new_empty((1, rows * (keys * values + channels)))
+    before = None if before is None else before.contiguous()
+    return Outgoing(
+        sizes.elements,
+        like,
+        lambda: _message(states, decays, before, *sizes, back),
+        lambda outbox: _send_message(states, decays, before, *sizes, back, *outbox),
+    )
+
+
+@Planned
+def _message(
+    states: torch.Tensor, decays: torch.Tensor, before: torch.Tensor | None, rows: int, keys: int, values: int, channels: int,
+    back: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return the message of :func:`outgoing`, ``[1, elements]``."""
+    message = states.new_empty((1, rows * (keys * values + channels)))
     state, cumulative_decays = message[0].split([rows * keys * values, rows * channels])
-    *_, segments, padded_values, padded_keys = sums.states.shape
+    *_, segments, padded_values, padded_keys = states.shape
     strides = (
         segments * padded_values * padded_keys,
         padded_values * padded_keys,
@@ -63,11 +114,41 @@ def message_of(sums: SegmentSums, call: Attention, before: torch.Tensor | None, 
         padded_keys,
     )
     _fold(
-        sums.states, sums.decays, (*strides, 1), segments, state.view(rows, keys, values),
-        initial=None if before is None else before.contiguous(), factors=cumulative_decays.view(rows, channels),
-        group=ratio(sums.states.shape[1], call.heads.state), back=back,
+        states, decays, (*strides, 1), segments, state.view(rows, keys, values),
+        initial=before, factors=cumulative_decays.view(rows, channels), group=_group(states, rows), back=back,
     )  # fmt: skip
     return message
+
+
+@Planned
+def _send_message(
+    states: torch.Tensor, decays: torch.Tensor, before: torch.Tensor | None, rows: int, keys: int, values: int, channels: int,
+    back: bool, memory: torch.Tensor, targets: tuple[int, ...], readers: int, rank: int, capacity: int, limit: int,
+) -> None:  # fmt: skip
+    """Launch ``fold_and_send_kernel``, which explains the arguments."""
+    words, ranks = rows * (keys * values + channels), len(targets)
+    message = states.new_empty((words,))
+    *_, segments, padded_values, padded_keys = states.shape
+    flags, epochs, _ = parts_of(memory, ranks)
+    Launch(
+        fold_and_send_kernel, (peer_stores.CTAS,),
+        states, decays, before, message, flags, epochs, targets, rank, readers, words, capacity, limit,
+        rows, segments, keys, values, segments * padded_values * padded_keys, padded_values * padded_keys, padded_keys,
+        segments * padded_keys, padded_keys, channels,
+        mma=Mma.NONE, GROUP=_group(states, rows), BACK=back, SLOTS=peer_stores.SLOTS, RANKS=ranks,
+        BK=_sent_keys(rows, keys), BV=min(triton.next_power_of_2(values), _SENT_VALUES),
+        TIMED=not knobs.runtime.interpret, num_warps=16,
+    ).run()  # fmt: skip
+
+
+def _group(states: torch.Tensor, rows: int) -> int:
+    """Return how many heads of sums share a state, of which a message has ``rows``."""
+    return states.shape[0] * states.shape[1] // rows
+
+
+def _sent_keys(rows: int, keys: int) -> int:
+    """Return the keys of a block of ``fold_and_send_kernel``: as few as give every CTA at most one block, from 16 to 64."""
+    return next((each for each in (16, 32) if rows * cdiv(keys, each) <= peer_stores.CTAS), 64)
 
 
 def folded(
@@ -145,9 +226,15 @@ class HopperPasses(Passes):
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[torch.Tensor, Kept]:
-        sent, *sums = _local_state(*tensors[:4], before, start, self.scale)
-        return sent, tuple(sums) if start == 0 else ()
+    def local_state(self, tensors: Tensors, start: int, before: torch.Tensor | None) -> tuple[Outgoing, Kept]:
+        q, _, v, g, _ = tensors
+        assert q is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
+        states, decays = _local_sums(*tensors[:4], start, self.scale)
+        sent = outgoing(states, decays, MessageSizes.of(q, v, g), before, q, back=False)
+        return sent, (states, decays) if start == 0 else ()
+
+    def sums(self, tensors: Tensors, offsets: torch.Tensor | None) -> Kept:
+        return () if offsets is not None else tuple(_ordinary_sums(*tensors[:4], self.scale))
 
     def forward(
         self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept, *, want_final: bool
@@ -156,10 +243,13 @@ class HopperPasses(Passes):
 
     def initial_gradient(
         self, tensors: Tensors, dy: torch.Tensor, stop: int, behind: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Kept]:
-        sent, *sums = _initial_gradient(*tensors[:4], dy, behind, stop, self.scale)
+    ) -> tuple[Outgoing, Kept]:
+        q, _, v, g, _ = tensors
+        assert q is not None and v is not None and g is not None  # noqa: PT018, S101 - checked
+        states, decays = _gradient_sums(*tensors[:4], dy, stop, self.scale)
         whole = stop == dy.shape[1] and dy.dtype is not torch.float16
-        return sent, tuple(sums) if whole else ()
+        sent = outgoing(states, decays, MessageSizes.of(q, v, g), behind, q, back=True)
+        return sent, (states, decays) if whole else ()
 
     def states(self, tensors: Tensors, initial: torch.Tensor | None, offsets: torch.Tensor | None, kept: Kept) -> Kept:
         return tuple(_states(*tensors[:4], initial, offsets, *_shared(kept, offsets), self.scale))
@@ -173,10 +263,14 @@ class HopperPasses(Passes):
         dfinal: torch.Tensor | None,
         states: Kept,
         kept: Kept,
+        *,
+        want_initial: bool,
     ) -> tuple[Tensors, torch.Tensor | None]:
         both = (*states, None)[:2]
-        *found, dinitial = _gradients(*tensors[:4], initial, offsets, dy, dfinal, *both, *_shared(kept, offsets), self.scale)
-        return (*found, *(None,) * (len(tensors) - 4)), None if initial is None else dinitial
+        *found, dinitial = _gradients(
+            *tensors[:4], initial, offsets, dy, dfinal, *both, *_shared(kept, offsets), want_initial, self.scale
+        )
+        return (*found, *(None,) * (len(tensors) - 4)), None if initial is None or not want_initial else dinitial
 
 
 def _shared(kept: Kept, offsets: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -195,13 +289,22 @@ def _sums(call: Attention, operands: PassOperands) -> SegmentSums:
 
 
 @Planned
-def _local_state(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, before: torch.Tensor | None, start: int, scale: float
+def _local_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, start: int, scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Return the message of :meth:`HopperPasses.local_state`, and the sums of all segments."""
+    """Return the sums of all segments of the steps from ``start`` on."""
     call = Attention.of(q[:, start:], k[:, start:], v[:, start:], g[:, start:], None, None, scale)
-    sums = _sums(call, PassOperands(call.q, call.k, call.v, reverse=False))
-    return message_of(sums, call, before, back=False), *sums
+    return tuple(_sums(call, PassOperands(call.q, call.k, call.v, reverse=False)))
+
+
+@Planned
+def _ordinary_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+    """Return the sums of segments that an ordinary forward pass makes for itself; none if it makes none."""
+    call = Attention.of(q, k, v, g, None, None, scale)
+    operands = PassOperands(call.q, call.k, call.v, reverse=False)
+    configuration = launch_hopper.configured(call, operands, output=True, store_states=False, split=True)
+    cut = configuration.cut
+    return tuple(launch_hopper.sum_segments(call, operands, configuration)) if cut.count > 1 and not cut.recompute else ()
 
 
 @Planned
@@ -216,14 +319,12 @@ def _forward(
 
 
 @Planned
-def _initial_gradient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, dy: torch.Tensor, behind: torch.Tensor | None,
-    stop: int, scale: float,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the message of :meth:`HopperPasses.initial_gradient`, and the sums of all segments."""
+def _gradient_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, dy: torch.Tensor, stop: int, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """Return the sums of all segments of the first ``stop`` steps, backwards in time."""
     call = Attention.of(q[:, :stop], k[:, :stop], v[:, :stop], g[:, :stop], None, None, scale)
-    sums = _sums(call, PassOperands(call.k, call.q, inner_contiguous(dy[:, :stop]), reverse=True))
-    return message_of(sums, call, behind, back=True), *sums
+    return tuple(_sums(call, PassOperands(call.k, call.q, inner_contiguous(dy[:, :stop]), reverse=True)))
 
 
 @Planned
@@ -240,7 +341,7 @@ def _states(
 def _gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, initial: torch.Tensor | None,
     offsets: torch.Tensor | None, dy: torch.Tensor, dfinal: torch.Tensor | None, entering: torch.Tensor,
-    second: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, scale: float,
+    second: torch.Tensor | None, states: torch.Tensor | None, decays: torch.Tensor | None, want_initial: bool, scale: float,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, g and the initial states.
 
@@ -248,5 +349,6 @@ def _gradients(
     """
     call = Attention.of(q, k, v, g, initial, offsets, scale)
     kept = [entering] if second is None else [entering, second]
-    found = launch_hopper.backward(call, dy, states=kept, dfinal=dfinal, sums=_summed(states, decays))
+    sums = _summed(states, decays)
+    found = launch_hopper.backward(call, dy, states=kept, dfinal=dfinal, sums=sums, want_initial=want_initial)
     return found.q, found.k, found.v, found.g, found.initial
