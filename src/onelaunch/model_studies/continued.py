@@ -14,6 +14,7 @@ from onelaunch.errors import ArgumentError, ResultMismatch
 from onelaunch.model_studies.declare import LanguageModel, ModelStudy
 from onelaunch.model_studies.result import Gradients, Key, Measurement, ModelResult, key_of
 from onelaunch.model_studies.tasks import KINDS, Task
+from onelaunch.workbench import quantities as q
 from onelaunch.workbench.result import EarlierCommit, Provenance
 from onelaunch.workbench.result.provenance import taken_over
 
@@ -136,7 +137,9 @@ def taken(
     alike = {key: each for key, each in finished.items() if key in wanted and each.model not in changed}
     kept = {key: each for key, each in alike.items() if not _other_eps(each, study)}
     ended = f"a run that ended on {earlier.provenance.date}"
-    notes = [*earlier.notes, f"{len(kept)} tasks were finished by {ended}."]
+    notes = [*earlier.notes]
+    if kept:
+        notes.append(f"Taken over from {ended}: {q.plural(len(kept), 'task')}.")
     if changed:
         notes.append(f"Measurements of {', '.join(changed)} by {ended} are left out, since the study declares it otherwise now.")
     if others := dict.fromkeys(each.model for key, each in alike.items() if key not in kept):

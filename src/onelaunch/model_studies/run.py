@@ -336,7 +336,7 @@ class _Run:
             study_digest=self.study.digest(),
             provenance=self._provenance.model_copy(update={"date": now, "earlier": earlier}),
             measurements=tuple(self.measured[task.key] for task in self.tasks if task.key in self.measured),
-            notes=tuple(self._notes),
+            notes=tuple(dict.fromkeys(self._notes)),  # results that share earlier runs repeat the notes on them
             interrupted=bool(self.left(self.tasks)),
             spent=spent,
         )
