@@ -49,7 +49,7 @@ _BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
 FLIGHT = 4
 """Most chunks on their way to a CTA at once. More of them delay those that are needed first, and what CTAs exchange."""
 
-OVERLAP, AHEAD = False, 8
+OVERLAP, AHEAD = True, 4
 """Whether a launch may begin while the one before it ends, and chunks that a CTA prefetches into L2 until then; not measured yet.
 
 At D = 2048 8 chunks are those of q and k but for the low-rank factor.

@@ -17,7 +17,7 @@ from onelaunch.launch.launch import CudaKernel, Mma
 MOST_ROWS = 16
 """Most rows B T: those of operand A of ``mma.m16n8k16``."""
 
-DIVISIONS = ((64, 4), (32, 2), (16, 1), (64, 2), (64, 1))
+DIVISIONS = ((32, 2), (64, 4), (16, 1), (64, 2), (64, 1))
 """Columns of a slice of the weight and the CTAs of a cluster that share it, those that are tried first first.
 
 A slice of 64 columns has whole cache lines of 128 bytes of each row; one of 16 needs no cluster. None is measured yet.
