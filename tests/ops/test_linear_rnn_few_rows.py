@@ -200,8 +200,9 @@ def test_rows_of_too_many_columns_are_refused():
     assert "16777216 columns" in (LINEAR_RNN.get(VARIANT).why_not(LINEAR_RNN.query(case, "cpu", grad=False)) or "")
 
 
-def test_auto_does_not_take_a_variant_that_no_study_has_measured():
-    assert not LINEAR_RNN.get(VARIANT).capabilities.automatic
+def test_auto_may_take_it():
+    """``tests/test_measured_choices.py`` asserts that ``auto`` takes it where a study has measured that it is the fastest."""
+    assert LINEAR_RNN.get(VARIANT).capabilities.automatic
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -207,6 +207,6 @@ def test_launches_that_overlap_give_the_same_bits(rows, division, device):
 @pytest.mark.parametrize("sizes", [(0, 1, 2048, 2048), (17, 1, 2048, 2048), (1, 1, 2000, 2048), (1, 1, 2048, 2008)])
 def test_other_calls_take_the_portable_kernel(sizes):
     right = config_of(16, 1, 2048, 2048, float_decay=True, sms=HOPPER_SMS)
-    assert right == HopperConfig(16, 2048, float_decay=True, one_step=True, columns=64, parts=4)
+    assert right == HopperConfig(16, 2048, float_decay=True, one_step=True, columns=32, parts=2)
     assert divided(right, 2048, HOPPER_SMS)
     assert config_of(*sizes, float_decay=True, sms=HOPPER_SMS) is None

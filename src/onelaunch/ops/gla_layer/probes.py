@@ -49,6 +49,22 @@ CASES: dict[str, dict[str, Any]] = {
         "decay_per": "head",
         "conv_size": 4,
     },
+    # Rows B T as in decoding, at sizes that the variant of one launch has kernels for.
+    "a_row_bfloat16": {"dtype": "bfloat16", "B": 1, "T": 1, "D": 64, "H": 1, "K": 32, "V": 32},
+    "steps_bfloat16": {"dtype": "bfloat16", "B": 3, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, "rank": 5, **STATES},
+    "few_steps_bfloat16": {"dtype": "bfloat16", "B": 2, "T": 5, "D": 192, "H": 3, "K": 128, "V": 64, "final_state": True},
+    "rows_per_head_bfloat16": {
+        "dtype": "bfloat16",
+        "B": 9,
+        "T": 1,
+        "D": 128,
+        "H": 16,
+        "K": 64,
+        "V": 64,
+        "decay_per": "head",
+        "norm_weight": "float32",
+        **STATES,
+    },
     "odd_sizes": {"dtype": "float32", "B": 1, "T": 33, "D": 37, "H": 3, "K": 17, "V": 19, **STATES},
     "no_steps": {"dtype": "float32", **SMALL, "T": 0, **STATES},
 }
