@@ -141,3 +141,11 @@ def test_the_overview_holds_the_mean_and_the_range_over_peers(prose):
     # Speed of onelaunch's fastest variant over the fastest peer: geometric mean and range over shapes.
     assert rows[0][3] == "2.82x (1.09x to 7.27x, 18 shapes)"
     assert rows[2][3] == "–"  # no peer
+
+
+def test_torch_compile_is_no_variant_of_ours_in_the_overview():
+    result = stored("gla")
+    without = result.model_copy(update={"cells": tuple(cell for cell in result.cells if cell.variant != "compiled")})
+    (*_, found), (*_, wanted) = (tables(docs_overview([each], str))[0][1:] for each in (result, without))
+    assert found[3] == wanted[3]
+    assert found[3].startswith("1.85x (0.19x to ")  # at one shape torch.compile was the fastest, and fla far ahead of our kernels

@@ -170,13 +170,13 @@ def speeds(result: Result) -> list[tuple[str, str, str]]:
 def _gain(cells: Mapping[str, Mapping[str, Cell]], names: Sequence[str], peers: Sequence[str], regime: Regime) -> str:
     """Return the geometric mean and the range of our fastest variant's speed over the fastest of ``names``.
 
-    Ours are the variants that are neither peers nor in ``names``; controls take no part.
-    Only shapes at which both have times count.
+    Ours are the variants that are neither peers nor :data:`COMPILED`; controls take no part. Only shapes at which both have times
+    count.
     """
     gains, outside = [], 0
     for found in cells.values():
         entrants = {name: cell for name, cell in found.items() if not cell.control}
-        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, *names) and not cell.outside), regime)
+        ours = _fastest((cell for name, cell in entrants.items() if name not in (*peers, COMPILED) and not cell.outside), regime)
         theirs = _fastest((entrants[name] for name in names if name in entrants), regime)
         if ours and theirs and (gain := speedup(ours, theirs, regime)):
             gains.append(gain.median)
