@@ -5,7 +5,7 @@ in each direction: by stores to the memory of peers, or by a collective such as 
 
 The constants are fitted to calls on four H100s, or assumed; each docstring says which. ``tests/parallel/test_cost.py`` compares
 the model with the committed result of the study ``context-parallel`` on two and four H100s. Constants are fitted to one time of
-that result, the forward call on four. ``docs/parallel.md`` shows the model's tables.
+an earlier result, the forward call on four at commit 6e2aa043. ``docs/parallel.md`` shows the model's tables.
 
 The predictions that the study declares are not of this model: they rest on an H200's times, assumed latencies, and one of two
 all-gathers hidden, and were made before any run on several GPUs.
@@ -73,8 +73,8 @@ LOCAL_US = 14.0
 Fitted: a forward call on four H100s took 332 us without a transfer, of which the ordinary call takes 313.5 and the bytes 5. The
 backward pass adds only the bytes, since it repeats no sums of the forward pass: calls with both passes took 1700 to 1767 us
 without a transfer, and the ordinary one takes 1716. The 1767 were those of the last rank, which summed its segments once more
-than the others and does so no longer (commit 2a19a847): now the slowest rank takes 1708, by tools that simulate its neighbours,
-and the model gives 1740."""
+than the others and does so no longer (commit 2a19a847): now the slowest rank takes 1708, by a script that simulates its
+neighbours, and the model gives 1740. Forward that script gives 340."""
 
 STORES_US = 25.0
 """Microseconds of an exchange by stores without the transfer: the launch of the send, flags, waits for late ranks.
@@ -85,7 +85,7 @@ call and the local pass take 332 and two messages 5."""
 SEND_US = 3.0
 """Part of :data:`STORES_US` that the backward pass does not hide: the launch of the send; an assumption.
 
-Measured calls with both passes do not determine it: they leave 20 us for it on four H100s and -19 on two, about 1 % of a call."""
+Measured calls with both passes do not determine it: they leave -22 us for it on four H100s and 41 on two, about 1 % of a call."""
 
 Direction = Literal["forward", "forward_backward"]
 Pass = Literal["forward", "backward"]
