@@ -1,7 +1,7 @@
 """The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton, and in CUDA for Hopper.
 
 The kernel for Hopper is for at most 16 rows in bfloat16. On an H100 the one in Triton is 1.06 to 1.8 times as fast as two
-launches (study ``040-decoding-step``).
+launches, and with 4 to 64 sequences slower than ``compiled`` (study ``040-decoding-step`` at c521f76d).
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here all
 three; ``cost.py`` reads it. ``gemm`` says how the product is made, and ``partial_sums`` that parts of it may be summed through
