@@ -1,8 +1,8 @@
 """The variant ``one_launch`` of ``gla_layer``: the whole layer in one cooperative launch on Hopper, for steps of decoding.
 
-On an H100 the study ``058-decoding-step`` measured 0.73 to 0.97 of the time of five launches up to 32 rows B T, and more with 64
-(docs/notebook/gla_layer.md). It is marked experimental, so that ``auto`` never takes it, until it has passed the operation's
-probes on a GPU: in that run no probe had sizes that it takes.
+On an H100 the study ``058-decoding-step`` measured 0.75 to 0.98 of the time of five launches up to 32 rows B T, and 1.26 to 2.1
+times it with 64 (c521f76d, docs/notebook/gla_layer.md). It is marked experimental, so that ``auto`` never takes it, until it has
+passed the operation's probes on a GPU: in that run no probe had sizes that it takes.
 
 The dispatcher, studies and tests find registered variants by name. ``fuses`` names the steps that share the kernel. Since it
 has no tag ``parts``, ``cost.py`` counts what its CTAs pass to each other and no other intermediates. Other keywords are
