@@ -75,12 +75,6 @@ TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
 They lie in the zeroed memory of which captured calls have a reserve, and all CTAs read the latter in float32.
 """
 
-LINEAR_ROWS = 1
-"""Most rows of x with which chunks have whole rows of the weights, since each row of x takes matrix instructions of its own.
-
-With 4 rows boxes were faster, 26.5 us for 32.5 on an H100.
-"""
-
 MARKERS, ARRIVALS = 8, 40
 """Number of profile markers of a CTA: of its phases, and of the first chunks that it copies."""
 
@@ -120,8 +114,6 @@ class StepConfig:
     """Flag that the CTAs of a head exchange tagged words, and do not count arrivals."""
     tagged_gated: bool = True
     """Flag that all CTAs exchange the gated o in tagged words."""
-    linear: bool = True
-    """Flag that a chunk of weights has whole rows, as they lie in memory."""
     paired: bool = False
     """Flag that all CTAs exchange the gated o of whole sequences in tagged words of two bfloat16 numbers, and do not count."""
     overlap: bool = OVERLAP
@@ -157,12 +149,6 @@ class StepConfig:
         """Number of floats of a row that the CTAs of a head exchange."""
         ranks = 0 if self.rank is None else 4 * cdiv(self.rank, 4)
         return 2 * self.keys + ranks + (2 * self.values if self.by_sequence else 0)
-
-    def linear_rows(self, rows: int, columns: int) -> int:
-        """Return the rows of a chunk that has whole ones, for tiles of ``rows`` rows."""
-        while rows > 1 and rows * columns * 2 > CHUNK:
-            rows //= 2
-        return rows
 
     def tagged_words(self, rows: int) -> int:
         """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
@@ -266,10 +252,9 @@ def config_of(
     block_rows = min(power_of_2(cdiv(batch, members)), _BLOCK_SEQUENCES) if by_sequence else max(slots, min(rows, _BLOCK_ROWS))
     tagged = batch * length <= TAGGED_ROWS
     tagged_gated = tagged and batch * length <= TAGGED_GATED_ROWS
-    linear = rows <= LINEAR_ROWS and all(n % 256 == 0 and 2 * n <= CHUNK for n in (width, heads * values))
     sizes = (heads, keys, values, width, rank, float_norm, members, rows, slots)
     while True:
-        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated, linear)
+        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated)
         for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
@@ -333,7 +318,6 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "ONE_STEP": config.one_step,
         "BY_SEQUENCE": config.by_sequence,
         "BOXED": config.boxed,
-        "LINEAR": config.linear,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,
         "PAIRED": config.paired,

@@ -22,9 +22,6 @@ from onelaunch.ops.gla_layer.contract import GlaLayerCall
 _LINE = 16
 """Number of int64 words from one counter to the next: 128 bytes."""
 
-_LINE_COLUMNS = 256
-"""Most columns of a box of TMA, of which chunks of whole rows consist."""
-
 
 class StepInputs(NamedTuple):
     """Inputs of a layer in one launch, as :class:`~onelaunch.ops.gla_layer.contract.GlaLayerCall` describes them."""
@@ -74,13 +71,7 @@ def weight_map(weight: torch.Tensor, rows: int, blocks: int) -> bytes:
 
 def chunk_map(config: StepConfig, weight: torch.Tensor, tile: int, slab: int) -> bytes:
     """Return the tensor map of a weight matrix for chunks of the ring: tiles of ``tile`` rows, slabs of ``slab`` columns."""
-    if not config.linear:
-        return weight_map(weight, tile, config.chunk_blocks(tile, slab))
-    height, width = weight.shape
-    lines, size = width // _LINE_COLUMNS, weight.element_size()
-    strides = (_LINE_COLUMNS * size, weight.stride(0) * size)
-    box = (_LINE_COLUMNS, lines, config.linear_rows(tile, width))
-    return tensor_map(weight.dtype, address(weight), (_LINE_COLUMNS, lines, height), strides, box, swizzle=0)
+    return weight_map(weight, tile, config.chunk_blocks(tile, slab))
 
 
 def run(given: StepInputs, markers: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

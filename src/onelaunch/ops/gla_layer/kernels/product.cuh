@@ -118,67 +118,13 @@ DEVICE void multiply_tile(Consumer& c, int blocks) {
   }
 }
 
-// The same with chunks of whole rows (LINEAR). An mma takes two rows of W, 256 columns of each: line m of A is row m / 8, and its columns are
-// the 32 ones from (m % 8) * 32 on, 4 of 16 bytes for the lanes of a quad, so that a warp reads 512 contiguous bytes of a row. Column n of B
-// has those of x at n * 32, so that the sums with n = m % 8 are the wanted ones. Each row of x takes an mma of its own.
-template <int TILE, int SLAB_COLUMNS>
-DEVICE void multiply_tile_linear(Consumer& c) {
-  c.refresh();
-  constexpr int CHUNK_ROWS = linear_rows(TILE, SLAB_COLUMNS), STEPS = SLAB_COLUMNS / 256, PAIRS = divided(CHUNK_ROWS, 2);
-  const char* operand = c.s.operand + c.lane * 16;
-  const bool wanted = c.lane % 4 == c.lane / 8, odd = c.lane / 4 % 2;
-#pragma unroll 1
-  for (int first = 0; first < TILE; first += CHUNK_ROWS) {
-    float d[PAIRS][ROWS][4];
-#pragma unroll
-    for (int i = 0; i < PAIRS * ROWS * 4; ++i) d[i / 4 / ROWS][i / 4 % ROWS][i % 4] = 0.0f;
-    const char* chunk = c.wait_chunk() + c.lane * 16;
-#pragma unroll 1
-    for (int step = c.warp; step < STEPS; step += WARPS) {
-      uint4 b[ROWS];
-#pragma unroll
-      for (int n = 0; n < ROWS; ++n) b[n] = *(const uint4*)(operand + operand_offset<SLAB_COLUMNS>(n, step * 32));
-#pragma unroll
-      for (int pair = 0; pair < PAIRS; ++pair) {
-        const char* at = chunk + (2 * pair * STEPS + step) * 512;
-        const uint4 low = *(const uint4*)at;
-        uint4 high = {0, 0, 0, 0};
-        if constexpr (CHUNK_ROWS > 1) high = *(const uint4*)(at + STEPS * 512);
-#pragma unroll
-        for (int n = 0; n < ROWS; ++n) {
-          mma_m16n8k16(d[pair][n], {low.x, high.x, low.y, high.y}, {b[n].x, b[n].y});
-          mma_m16n8k16(d[pair][n], {low.z, high.z, low.w, high.w}, {b[n].z, b[n].w});
-        }
-      }
-    }
-    c.release_chunk();
-    float* sums = c.s.sums + ((c.parity * BLOCK_GROUPS + c.warp) * 16 + first) * SUM_PITCH;
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair)
-#pragma unroll
-      for (int n = 0; n < ROWS; ++n) {
-        const float(&v)[4] = d[pair][n];
-        float low = wanted ? (odd ? v[1] : v[0]) : 0.0f, high = wanted ? (odd ? v[3] : v[2]) : 0.0f;
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) low += shfl_xor(low, mask), high += shfl_xor(high, mask);
-        if (c.lane == 0) {
-          sums[2 * pair * SUM_PITCH + n] = low;
-          if (CHUNK_ROWS > 1) sums[(2 * pair + 1) * SUM_PITCH + n] = high;
-        }
-      }
-  }
-}
-
 // Multiply `count` rows, tile by tile, and call store(row, n, sum) in one thread for each row and each row n of x. Neighboring threads have
 // neighboring rows, so that what they store for one n is contiguous. read() is called when a thread has read the operand and the weights.
 template <int TILE, int SLAB_COLUMNS, class Store, class Read>
 DEVICE void multiply_rows(Consumer& c, int count, int blocks, Store store, Read read) {
 #pragma unroll 1
   for (int first = 0; first < count; first += TILE) {
-    if constexpr (LINEAR)
-      multiply_tile_linear<TILE, SLAB_COLUMNS>(c);
-    else
-      multiply_tile<TILE, SLAB_COLUMNS>(c, blocks);
+    multiply_tile<TILE, SLAB_COLUMNS>(c, blocks);
     read();
     c.sync();
     for (int at = c.thread; at < TILE * COLUMNS; at += CONSUMER_THREADS) {

@@ -2,8 +2,7 @@
 //
 // Ring       STAGES buffers of CHUNK (16 KB) bytes, each with two mbarriers: `full` (armed by the producer thread, completed by TMA) and
 //            `empty` (one arrival per consumer warp). A chunk has `rows` rows of a matrix over chunk_blocks() blocks of 64 columns. TMA
-//            stores it as [block][row][128 bytes] with the 128-byte swizzle: 16-byte unit u of a line lies at u ^ (line % 8). With a
-//            few rows of x (LINEAR) a chunk has whole rows instead, as they lie in memory, which reads memory in its order. A chunk of
+//            stores it as [block][row][128 bytes] with the 128-byte swizzle: 16-byte unit u of a line lies at u ^ (line % 8). A chunk of
 //            states is contiguous in memory and in the buffer.
 // Words      what CTAs exchange is tagged where it is small: a word of zero has not been written yet, so that the poll is the read, and no
 //            fence and no counter stands between them. tagged() gives a zero the smallest subnormal number. All words are zero again at
@@ -24,8 +23,6 @@ DEVICE constexpr int tile_rows(int rows) { return rows > 8 ? 16 : rows > 4 ? 8 :
 DEVICE constexpr int chunk_blocks(int rows, int columns) {
   return CHUNK / (128 * rows) < columns / 64 ? CHUNK / (128 * rows) : columns / 64;
 }
-// LINEAR: a chunk has whole rows as they lie in memory, the most that fit, a power of 2.
-DEVICE constexpr int linear_rows(int rows, int columns) { return rows > 1 && rows * columns * 2 > CHUNK ? linear_rows(rows / 2, columns) : rows; }
 DEVICE constexpr int divided(int count, int size) { return (count + size - 1) / size; }
 
 // Rows of the packed weight that a CTA multiplies: of q and k each, of v and the gate each, and of the decays' low-rank factor. With one

@@ -72,13 +72,6 @@ struct Producer {
   // Copy tiles of TILE rows from `row` on, over the blocks of a slab: chunk by chunk in the order of multiply_rows().
   template <int TILE, int SLAB_COLUMNS>
   DEVICE void copy(const TensorMap* map, int row, int count, int first_block, int blocks) {
-    if constexpr (LINEAR) {
-      constexpr int CHUNK_ROWS = linear_rows(TILE, SLAB_COLUMNS);
-#pragma unroll 1
-      for (int i = 0; i < divided(count, TILE) * TILE; i += CHUNK_ROWS)
-        box(map, 0, 0, row + i, CHUNK_ROWS * SLAB_COLUMNS * 2);
-      return;
-    }
     constexpr int BLOCKS = chunk_blocks(TILE, SLAB_COLUMNS);
 #pragma unroll 1
     for (int first = 0; first < count; first += TILE)
