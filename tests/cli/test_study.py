@@ -286,7 +286,7 @@ def test_run_passes_its_options_on(call, monkeypatch, prose):
     assert answer.code == 0
     assert asked["study"] == "toy-study"
     assert (asked["device"], asked["scale"], asked["rounds"], asked["count"]) == ("cpu", "full", 7, False)
-    prose(lines_with(answer.raw_err, "1/2"))
+    prose(lines_with(answer.raw_err, "1/2"), mask={r"\d+ s (?=\[)": "<seconds> s "})
     call("study", "run", "toy-study", "--count-all", "--force")
     assert (asked["scale"], asked["rounds"], asked["count"], asked["force"]) == ("auto", None, "all", True)
 

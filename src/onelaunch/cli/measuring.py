@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,16 +52,20 @@ def reported_termination(partial: Path) -> Iterator[None]:
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[Step], None]]:
-    """Yield a callback that shows the progress of a run on stderr: as a bar on a terminal, else as a line for each step."""
+    """Yield a callback that shows the progress of a run on stderr: as a bar on a terminal, else as a line for each step.
+
+    A line has the seconds since the start of the run, as the bar has, so that a log says which step took long.
+    """
     console = output.stderr()
     if not console.is_terminal:
         seen: set[str] = set()
+        begun = time.monotonic()
 
         def report_line(step: Step) -> None:
             line = f"[{step.cases_done + 1}/{step.cases}] {_case(step)}"
             if line not in seen:
                 seen.add(line)
-                console.print(line, soft_wrap=True, markup=False)
+                console.print(f"{time.monotonic() - begun:5.0f} s {line}", soft_wrap=True, markup=False)
 
         yield report_line
         return
