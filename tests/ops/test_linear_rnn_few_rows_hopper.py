@@ -156,6 +156,26 @@ def test_a_transposed_weight_is_not_copied(libraries, monkeypatch):
     assert weights == [(True, arguments["weight"].data_ptr())]
 
 
+@needs_compiler
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("    griddepcontrol_wait();  // by all threads", "    // by all threads"),
+        ("if constexpr (OVERLAP) return load_streamed(", "if constexpr (false) return load_streamed("),
+    ],
+    ids=["wait", "path"],
+)
+def test_a_launch_that_overlaps_reads_nothing_before_it_has_waited(change, libraries, monkeypatch):
+    """Until the emulated launch waits for the one before it, its memory holds other bytes."""
+    with monkeypatch.context() as unchanged:
+        host, arguments = called(unchanged, libraries, "wide_columns")
+        right = launched(host, arguments)
+    host, arguments = called(monkeypatch, libraries, "wide_columns", change=change)
+    host.strict, host.sweeps = False, 10_000
+    assert not torch.equal(launched(host, arguments)["y"], right["y"])
+
+
 WAITS = {  # a wait, and what takes its place; and a case
     "beginning_of_the_others": ("if constexpr (PARTS > 1) cluster_wait();", "", "three_rows"),
     "sums_of_the_cluster": ("while (!mbarrier_try_wait(s.ready, 0)) spin_pause();", ";", "three_rows"),

@@ -57,15 +57,21 @@ struct Shared {
 DEVICE float low_float(u32 pair) { return uint_as_float(pair << 16); }
 // Place of 16-byte unit `unit` of a row of sums. With PITCH it puts what eight lanes store at once into different banks.
 DEVICE int swizzled(int unit) { return unit ^ unit >> 3; }
+// Load a unit of W. A launch that begins early may find the launch before still writing it, so it must not take the non-coherent path.
+template <class Unit>
+DEVICE Unit load_unit(const u16* at) {
+  if constexpr (OVERLAP) return load_streamed((const Unit*)at);
+  else return load_once((const Unit*)at);
+}
 DEVICE void load_piece(const u16* at, u32* v) {
   if constexpr (UNIT == 8) {
-    const uint4 piece = load_once((const uint4*)at);
+    const uint4 piece = load_unit<uint4>(at);
     v[0] = piece.x, v[1] = piece.y, v[2] = piece.z, v[3] = piece.w;
   } else if constexpr (UNIT == 4) {
-    const uint2 piece = load_once((const uint2*)at);
+    const uint2 piece = load_unit<uint2>(at);
     v[0] = piece.x, v[1] = piece.y;
   } else {
-    v[0] = load_once((const u32*)at);
+    v[0] = load_unit<u32>(at);
   }
 }
 // Load a lane's words of W for a step; `weight` is what the lane loads first.
@@ -73,7 +79,7 @@ DEVICE void load_weights(const u16* weight, long long pitch, int step, u32 (&w)[
   if constexpr (BY_COLUMNS) {
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-      const uint4 v = load_once((const uint4*)(weight + 8 * i * pitch + step * WARPS * 32));
+      const uint4 v = load_unit<uint4>(weight + 8 * i * pitch + step * WARPS * 32);
       w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
     }
   } else {
