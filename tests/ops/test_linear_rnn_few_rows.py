@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch import dispatch
 from onelaunch.errors import VariantUnsupported
 from onelaunch.launch import workspace
 from onelaunch.ops import linear_rnn
@@ -19,6 +20,7 @@ from onelaunch.ops.linear_rnn.configure_few_rows import MOST_ROWS, config_of
 from onelaunch.workbench.verify import Judge, judge_outputs, run_probes
 from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
+from tests.devices import HOPPERS, forget, pretend
 from tests.ops.cases import (
     LINEAR_RNN,
     NO_STATES,
@@ -225,6 +227,17 @@ def test_rows_of_too_many_columns_are_refused():
 def test_auto_may_take_it():
     """``tests/test_measured_choices.py`` asserts that ``auto`` takes it where a study has measured that it is the fastest."""
     assert LINEAR_RNN.get(VARIANT).capabilities.automatic
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(1, VARIANT), (4, VARIANT), (16, "compiled")])
+def test_auto_prefers_it_to_an_equally_fast_variant_that_compiles_anew_for_other_sizes(rows, taken, monkeypatch):
+    """The package's table for an H100 has times of D = V = 2048: 7.92 and 7.945 us at 1 row, 8.234 and 8.049 at 4."""
+    device = pretend(HOPPERS["H100"], monkeypatch)
+    case = LINEAR_RNN.case("bfloat16", B=rows, T=1, D=2048, V=2048, **STATES)
+    found = dispatch.choose(LINEAR_RNN.query(case, device, grad=False)).name
+    monkeypatch.undo()
+    forget()
+    assert found == taken
 
 
 @pytest.mark.parametrize("size", [2, 4])
