@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,17 @@ def compile_to(file: Path, *arguments: object) -> None:
     """Run the compiler with hidden symbols, so that each loaded library has an emulated machine of its own."""
     command = [COMPILER, "-std=c++17", "-fno-strict-aliasing", "-fvisibility=hidden", "-w", "-fPIC", *arguments, "-o", file]
     subprocess.run([str(each) for each in command], check=True)
+
+
+def spans_of(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_longlong]:
+    """Return the bytes from the first to the last element of each tensor, 0 for a missing or empty one."""
+
+    def span(tensor: torch.Tensor | None) -> int:
+        if tensor is None or not tensor.numel():
+            return 0
+        return (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
+
+    return (ctypes.c_longlong * len(tensors))(*map(span, tensors))
 
 
 def key_of(*content: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from onelaunch.ops.gla_layer import configure_step, launch_step
-from tests.decode.host_machine import found_races, library_of
+from tests.decode.host_machine import found_races, library_of, spans_of
 
 SWEEPS = 1_000_000
 """Sweeps of the emulated scheduler over all threads after which a launch counts as hanging."""
@@ -70,8 +70,8 @@ class HostLaunch:
         unwatched, barriers = configure_step.unwatched_of(self.config)
         shared = configure_step.shared_bytes_of(self.config)
         host.trapped = kernel.run(
-            pointers, batch, length, *floats, maps, self.ctas - host.lost, shared, unwatched, barriers, host.seed,
-            ctypes.c_longlong(SWEEPS),
+            pointers, spans_of(tensors), batch, length, *floats, maps, self.ctas - host.lost, shared, unwatched, barriers,
+            host.seed, ctypes.c_longlong(SWEEPS),
         )  # fmt: skip
         assert host.trapped >= 0, "the launch did not end"
         assert host.trapped or not host.strict or not tensors[10].any(), "counters are zero after a launch"

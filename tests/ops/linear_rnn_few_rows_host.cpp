@@ -8,11 +8,13 @@
 static Arguments arguments;
 static void body() { run_few_rows(arguments); }
 
-// Launch `ctas` CTAs with the pointers p and the pitches in the order of `linear_rnn_few_rows` in few_rows.cu. Return whether the launch
-// ended.
-EXPORTED int run(void** p, int rows, int length, int channels, const long long* pitches, int ctas, int shared_bytes, unsigned seed,
-                 long long sweeps) {
+// Launch `ctas` CTAs with the pointers p and the pitches in the order of `linear_rnn_few_rows` in few_rows.cu. A launch that overlaps with
+// the one before finds none of the `bytes` behind each pointer written before it has waited. Return whether the launch ended.
+EXPORTED int run(void** p, const long long* bytes, int rows, int length, int channels, const long long* pitches, int ctas,
+                 int shared_bytes, unsigned seed, long long sweeps) {
   arguments = {(const u16*)p[0], (const u16*)p[1], p[2],   (const u16*)p[3], (const float*)p[4], (u16*)p[5],  (float*)p[6],
                rows,             length,           channels, pitches[0],     pitches[1],         pitches[2], pitches[3]};
+  host::waited = false;
+  for (int i = 0; OVERLAP && i < 7; ++i) host::hide(p[i], bytes[i]);
   return host::launch({ctas, THREADS, shared_bytes, READY_AT, 1, seed, sweeps, PARTS}, body);
 }

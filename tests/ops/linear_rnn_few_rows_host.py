@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onelaunch.ops.linear_rnn import configure_few_rows_hopper, launch_few_rows_hopper
-from tests.decode.host_machine import found_races, library_of
+from tests.decode.host_machine import found_races, library_of, spans_of
 
 
 def build(
@@ -64,8 +64,8 @@ class HostLaunch:
         tensors, sizes, pitches = self.arguments[:7], self.arguments[7:10], self.arguments[10:]
         pointers = (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
         ended = kernel.run(
-            pointers, *sizes, (ctypes.c_longlong * len(pitches))(*pitches), self.ctas, self.config.shared_bytes, host.seed,
-            ctypes.c_longlong(host.sweeps),
+            pointers, spans_of(tensors), *sizes, (ctypes.c_longlong * len(pitches))(*pitches), self.ctas,
+            self.config.shared_bytes, host.seed, ctypes.c_longlong(host.sweeps),
         )  # fmt: skip
         assert ended or not host.strict, "the launch did not end"
         host.launched.append(self.config)

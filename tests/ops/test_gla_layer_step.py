@@ -121,6 +121,21 @@ def test_launches_that_overlap_pass_the_gate(name, libraries, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["a_step", "sixteen_sequences"])
+def test_a_launch_that_overlaps_has_other_bytes_before_it_has_waited(name, libraries, monkeypatch):
+    """Memory holds what the launch before writes only after ``griddepcontrol.wait``, without which results are wrong."""
+    call, found = called(**CASES[name]), []
+    for change in (None, ("if constexpr (OVERLAP) griddepcontrol_wait();", "")):
+        with monkeypatch.context() as local:
+            host = use_host(local, libraries, CASES[name]["sms"], change=change)
+            host.strict = False
+            found.append(launch_step.run(StepInputs.of(call))[0])
+    assert bool(found[0].isfinite().all())
+    assert not torch.equal(*found)
+
+
+@needs_compiler
 @pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize(
     "name", [pytest.param("sixteen_sequences", marks=pytest.mark.thorough), pytest.param("narrow", marks=pytest.mark.every)]

@@ -116,6 +116,76 @@ def test_launches_that_overlap_give_the_same_bits(resident, device, monkeypatch)
         assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
 
 
+@pytest.mark.parametrize("priorities", [(0, 0), (0, -1)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", ["2_sequences", "16_sequences", "64_sequences"])
+def test_chains_of_overlapping_launches_on_several_streams_end(name, priorities, device):
+    """CTAs of a launch may start before all of them have room. Launches of other streams must not keep the others out for good.
+
+    A launch that waits for CTAs which never start ends with an error after two seconds.
+    """
+    calls = [given_on(device, seed, **CASES[name]) for seed in range(len(priorities))]
+    steps = 50
+
+    def chain(given: dict[str, Any]) -> list[torch.Tensor]:
+        given, out = dict(given), given["x"]
+        for _ in range(steps):
+            out, given["initial_state"] = gla_layer(**given, variant="one_launch")
+        return [out, given["initial_state"]]
+
+    expected, graphs = [chain(call) for call in calls], []
+    torch.cuda.synchronize(device)
+    streams = [torch.cuda.Stream(device, priority=priority) for priority in priorities]
+    matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    for _ in range(5):
+        found = []
+        for stream, call in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(chain(call))
+                matrix @ matrix
+        torch.cuda.synchronize(device)
+        assert all(torch.equal(*each) for pair in zip(found, expected, strict=True) for each in zip(*pair, strict=True))
+    for call in calls:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            found.append(chain(call))
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize(device)
+    captured = found[-len(calls) :]
+    assert all(torch.equal(*each) for pair in zip(captured, expected, strict=True) for each in zip(*pair, strict=True))
+
+
+def test_a_replay_follows_writes_of_other_kernels_between_launches(device):
+    """Kernels that are not ours write x, the state and a weight in place while the next launch may already have begun."""
+    arguments = given_on(device, **CASES["2_sequences"])
+    fresh = [given_on(device, seed, **CASES["2_sequences"]) for seed in range(1, 5)]
+    names = ("x", "initial_state", "in_proj_weight", "w_out", "norm_weight")
+
+    def steps() -> list[torch.Tensor]:
+        found = []
+        for other in fresh:
+            for name in names:
+                arguments[name].copy_(other[name])
+            found += gla_layer(**arguments, variant="one_launch")
+            found += gla_layer(**arguments, variant="one_launch")
+        return found
+
+    expected = []
+    for other in fresh:
+        expected += 2 * gla_layer(**(arguments | {name: other[name] for name in names}), variant="one_launch")
+        torch.cuda.synchronize(device)
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = steps()
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+
+
 def test_it_runs_while_other_kernels_hold_sms(device):
     arguments = given_on(device, **CASES["1_sequences"])
     expected = gla_layer(**arguments, variant="one_launch")

@@ -37,11 +37,18 @@ CASES: dict[str, Case] = {  # how a launch divides the weight, where it is not t
     "steps_of_sequences": ({}, {"B": 3, "T": 3, "D": 1024, "V": 64, "decay": "mixed", **STATES}),
     "no_states": ({"columns": 64, "parts": 1}, {"B": 9, "T": 1, "D": 256, "V": 64, "gate": False, **NO_STATES}),
     "float32_decays": ({"overlap": True}, {"B": 2, "T": 4, "D": 1024, "V": 64, "log_decay_dtype": "float32", **STATES}),
+    "columns": ({"columns": 32, "parts": 2, "by_columns": True}, {"B": 11, "T": 1, "D": 1024, "V": 64, **STATES}),
+    "wide_columns": (
+        {"columns": 64, "parts": 2, "warps": 2, "by_columns": True, "overlap": True},
+        {"B": 3, "T": 2, "D": 256, "V": 128, **STATES},
+    ),
+    "narrow_columns": ({"columns": 16, "parts": 1, "by_columns": True}, {"B": 8, "T": 1, "D": 256, "V": 32, **STATES}),
     "forgotten": ({"warps": 4}, {"B": 4, "T": 2, "D": 1024, "V": 64, "decay": "forget", "final_state": True}),
 }  # fmt: skip
-THOROUGH = ("one_row", "sixteen_rows", "sixteen_steps", "no_states")
+FEW = ("three_rows", "columns", "wide_columns")
+THOROUGH = ("one_row", "sixteen_rows", "sixteen_steps", "no_states", "narrow_columns")
 MARKED = [
-    pytest.param(name, marks=() if name == "three_rows" else getattr(pytest.mark, "thorough" if name in THOROUGH else "every"))
+    pytest.param(name, marks=() if name in FEW else getattr(pytest.mark, "thorough" if name in THOROUGH else "every"))
     for name in CASES
 ]
 
@@ -84,8 +91,12 @@ def called(monkeypatch: Any, libraries: Any, name: str, **options: Any) -> tuple
     """Return the class of the emulated launches, and the arguments of a case."""
     division, sizes = CASES[name]
     host = use_host(monkeypatch, libraries, HOPPER_SMS, division, **options)
-    given = {"gate": None, "initial_state": None, "output_final_state": False}
-    return host, given | arguments_of(LINEAR_RNN, dtype="bfloat16", **sizes)
+    given = {"gate": None, "initial_state": None, "output_final_state": False} | arguments_of(
+        LINEAR_RNN, dtype="bfloat16", **sizes
+    )
+    if division.get("by_columns"):
+        given["weight"] = given["weight"].t().contiguous().t()
+    return host, given
 
 
 @needs_compiler
@@ -131,6 +142,38 @@ def test_shared_memory_has_no_races(name, libraries, monkeypatch):
     host, arguments = called(monkeypatch, libraries, name, watched=True)
     launched(host, arguments)
     assert not host.races
+
+
+@needs_compiler
+def test_a_transposed_weight_is_not_copied(libraries, monkeypatch):
+    """The layer ``nn.LinearRNN`` multiplies by the transposed weight of a ``torch.nn.Linear``."""
+    host, arguments = called(monkeypatch, libraries, "columns")
+    weights = []
+    monkeypatch.setattr(host, "run", lambda launch: weights.append((launch.config.by_columns, launch.arguments[1].data_ptr())))
+    from onelaunch.ops.linear_rnn.launch_few_rows import few_rows
+
+    few_rows(layer_of(arguments))
+    assert weights == [(True, arguments["weight"].data_ptr())]
+
+
+@needs_compiler
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("    griddepcontrol_wait();  // by all threads", "    // by all threads"),
+        ("if constexpr (OVERLAP) return load_streamed(", "if constexpr (false) return load_streamed("),
+    ],
+    ids=["wait", "path"],
+)
+def test_a_launch_that_overlaps_reads_nothing_before_it_has_waited(change, libraries, monkeypatch):
+    """Until the emulated launch waits for the one before it, its memory holds other bytes."""
+    with monkeypatch.context() as unchanged:
+        host, arguments = called(unchanged, libraries, "wide_columns")
+        right = launched(host, arguments)
+    host, arguments = called(monkeypatch, libraries, "wide_columns", change=change)
+    host.strict, host.sweeps = False, 10_000
+    assert not torch.equal(launched(host, arguments)["y"], right["y"])
 
 
 WAITS = {  # a wait, and what takes its place; and a case

@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <vector>
 #undef _GLIBCXX_USE_STD_SPEC_FUNCS  // Bessel functions and the like, which take a seventh of a kernel's compilation
 #include <cmath>
 
@@ -40,6 +41,28 @@ struct Launch {
   int cluster = 1;
 };
 bool launch(const Launch& of, void (*body)());  // body() is the kernel, with its arguments in variables of the library
+// The launch before, which has not ended when a launch begins that overlaps with it. What it writes is not there yet: the memory that was
+// given to hide() has other bytes until threads have waited for it, and what is stored to it before is lost.
+struct Hidden {
+  char* at;
+  std::vector<char> bytes;
+};
+inline std::vector<Hidden> hidden;
+inline bool waited;  // a thread has begun to wait for the launch before, in this launch
+inline void hide(void* at, u64 bytes) {
+  if (!at || !bytes) return;
+  hidden.push_back({(char*)at, std::vector<char>((char*)at, (char*)at + bytes)});
+  memset(at, 0xFF, bytes);
+}
+// griddepcontrol.wait: the first thread that waits ends the launch before, some time later.
+inline void wait_for_launch_before() {
+  if (!waited) {
+    waited = true;
+    for (int i = 0; i < 32; ++i) yield();
+    for (; !hidden.empty(); hidden.pop_back()) memcpy(hidden.back().at, hidden.back().bytes.data(), hidden.back().bytes.size());
+  }
+  while (!hidden.empty()) yield();
+}
 }  // namespace host
 
 DEVICE char* shared_memory() { return host::current->shared; }
@@ -106,11 +129,13 @@ DEVICE void red_increment_release(u32* counter) { ++*counter; }
 DEVICE u32 load_acquire(const u32* counter) { return *(const volatile u32*)counter; }
 DEVICE u64 load_acquire(const u64* at) { return *(const volatile u64*)at; }
 DEVICE uint4 load_weak(const uint4* at) { return *at; }
-DEVICE uint4 load_once(const uint4* at) { return *at; }
-DEVICE uint2 load_once(const uint2* at) { return *at; }
-DEVICE u32 load_once(const u32* at) { return *at; }
+// A launch that waits for the one before it must not load by the non-coherent path: it traps.
+template <class Unit>
+DEVICE Unit load_once(const Unit* at) { return host::waited ? trap() : void(), *at; }
+template <class Unit>
+DEVICE Unit load_streamed(const Unit* at) { return *at; }
 DEVICE void fence_proxy_async() {}
-DEVICE void griddepcontrol_wait() {}
+DEVICE void griddepcontrol_wait() { host::wait_for_launch_before(); }
 DEVICE void griddepcontrol_launch_dependents() {}
 
 DEVICE int opaque(int v) { return v; }

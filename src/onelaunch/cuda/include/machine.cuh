@@ -166,7 +166,8 @@ DEVICE uint4 load_weak(const uint4* at) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
-// Load what no launch writes while this one runs, and what this CTA reads only once: past L1.
+// Load what no launch writes while this one runs, and what this CTA reads only once: past L1. A launch that begins while the one before
+// it ends must not (griddepcontrol.wait does not order the non-coherent path): it takes load_streamed().
 DEVICE uint4 load_once(const uint4* at) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -183,6 +184,25 @@ DEVICE uint2 load_once(const uint2* at) {
 DEVICE u32 load_once(const u32* at) {
   u32 v;
   asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+// Load past L1 what this CTA reads only once, and what the launch before may still write while this one begins.
+DEVICE uint4 load_streamed(const uint4* at) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+DEVICE uint2 load_streamed(const uint2* at) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+  return v;
+}
+DEVICE u32 load_streamed(const u32* at) {
+  u32 v;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
 // Order writes of other threads that this thread has acquired before the bulk copies that it issues next: these read memory through the

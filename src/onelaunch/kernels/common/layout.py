@@ -19,6 +19,11 @@ def power_of_2(count: int) -> int:
     return 1 << (int(count) - 1).bit_length()
 
 
+def by_columns(matrix: torch.Tensor) -> bool:
+    """Return whether the elements of a column are next to each other, as in a transposed matrix, and those of a row are not."""
+    return matrix.stride(0) == 1 != matrix.stride(1)
+
+
 def inner_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, copied only if the stride of its last dimension is not 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

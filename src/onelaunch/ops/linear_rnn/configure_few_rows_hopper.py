@@ -55,6 +55,8 @@ class HopperConfig:
     """Columns of a slice of the weight."""
     parts: int
     """CTAs of a cluster, which share the rows of a slice."""
+    by_columns: bool = False
+    """Flag that columns of the weight are contiguous, as in the transposed weight of a ``torch.nn.Linear``, and not its rows."""
     warps: int = WARPS
     overlap: bool = OVERLAP
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
@@ -119,7 +121,12 @@ def header(config: HopperConfig) -> str:
         "ROWS": config.rows, "WIDTH": config.width, "COLUMNS": config.columns, "PARTS": config.parts, "WARPS": config.warps,
         "RESIDENT": config.resident, "PITCH": config.pitch, **{f"{name}_AT": offset for name, offset in config.offsets.items()},
     }  # fmt: skip
-    flags = {"OVERLAP": config.overlap, "FLOAT_DECAY": config.float_decay, "ONE_STEP": config.one_step}
+    flags = {
+        "OVERLAP": config.overlap,
+        "FLOAT_DECAY": config.float_decay,
+        "ONE_STEP": config.one_step,
+        "BY_COLUMNS": config.by_columns,
+    }
     lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
     return "\n".join([*lines, *(f"constexpr bool {name} = {str(flag).lower()};" for name, flag in flags.items()), ""])
 

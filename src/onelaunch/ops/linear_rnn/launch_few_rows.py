@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from onelaunch.device.hardware import processors, shared_bytes
-from onelaunch.kernels.common.layout import inner_contiguous
+from onelaunch.kernels.common.layout import by_columns, inner_contiguous
 from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import counters
 from onelaunch.ops.linear_rnn import launch_few_rows_hopper
-from onelaunch.ops.linear_rnn.configure_few_rows import config_of
+from onelaunch.ops.linear_rnn.configure_few_rows import FewRowsConfig, config_of
 from onelaunch.ops.linear_rnn.kernels.few_rows import few_rows_kernel
 from onelaunch.ops.linear_rnn.launch import Layer, Results
 
@@ -32,6 +32,16 @@ def _in_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
     return matrix if 0 <= matrix.stride(0) * rows <= _FARTHEST else matrix.contiguous()
 
 
+def _weight_of(weight: torch.Tensor, config: FewRowsConfig) -> tuple[torch.Tensor, bool]:
+    """Return the weight, copied as :func:`_in_rows` copies, and whether its columns are contiguous.
+
+    The transposed weight of a ``torch.nn.Linear`` has contiguous columns. A copy of it would take longer than the whole layer.
+    """
+    if by_columns(weight) and 0 <= weight.stride(1) * config.columns <= _FARTHEST:
+        return weight, True
+    return _in_rows(weight, config.inner), False
+
+
 def few_rows(layer: Layer) -> Results:
     """Launch the kernel for few rows; it takes any dtype and packed sequences, and keeps nothing for a backward pass.
 
@@ -46,7 +56,7 @@ def few_rows(layer: Layer) -> Results:
     config = config_of(rows, width, channels, size, processors(device), shared_bytes(device))
     x, log_decay = (_in_rows(tensor.flatten(0, 1), config.rows) for tensor in (layer.x, layer.log_decay))
     gate = None if layer.gate is None else _in_rows(layer.gate.flatten(0, 1), config.rows)
-    weight = _in_rows(layer.weight, config.inner)
+    weight, turned = _weight_of(layer.weight, config)
     split, packed = config.parts > 1, sequences.offsets is not None
     terms = results.final.new_empty(config.term_elements) if split else None
     flags = {name: flag for name, flag in layer.flags().items() if name != "KEEP"}
@@ -55,12 +65,12 @@ def few_rows(layer: Layer) -> Results:
         x, weight, log_decay, gate, *sequences,  # initial, offsets
         results.y, results.final, terms, counters(device, config.slices) if split else None,
         rows, length, width, channels, sequences.count(batch), config.parts, config.blocks,
-        x.stride(0), weight.stride(0), log_decay.stride(0), 0 if gate is None else gate.stride(0),
+        x.stride(0), weight.stride(int(turned)), log_decay.stride(0), 0 if gate is None else gate.stride(0),
         BM=config.rows, BN=config.columns, BK=config.inner, WARPS=config.warps, VECTOR=config.vector, STAGES=config.stages,
         EVEN_D=width == config.inner * config.blocks * config.parts,
         EVEN_V=channels % config.columns == 0,
         SPLIT=split, AT_ONCE=_AT_ONCE, STEPS=sequences.bisection_steps(), SCAN=packed or length > 1, PACKED=packed,
-        PRECISION=precision_of(layer.x), num_warps=config.warps, **flags,
+        BY_COLUMNS=turned, PRECISION=precision_of(layer.x), num_warps=config.warps, **flags,
         mma=Mma.NONE if config.vector else mma_with(layer.x, Mma.SMALL),
     ).run()  # fmt: skip
     return results

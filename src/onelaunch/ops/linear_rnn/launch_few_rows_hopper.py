@@ -6,11 +6,13 @@ kernel where there is none.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from onelaunch import cuda
 from onelaunch.device.hardware import is_hopper, processors
-from onelaunch.kernels.common.layout import inner_contiguous
+from onelaunch.kernels.common.layout import by_columns, inner_contiguous
 from onelaunch.kernels.tma import addressable
 from onelaunch.launch.launch import CudaLaunch
 from onelaunch.ops.linear_rnn.configure_few_rows_hopper import HopperConfig, config_of, kernel_of
@@ -24,14 +26,15 @@ def config_for(layer: Layer) -> HopperConfig | None:
     if cuda.missing() is not None:
         return None
     float_decay = layer.log_decay.dtype is torch.float32
-    return config_of(*layer.sizes, float_decay=float_decay, sms=processors(layer.x.device))
+    config = config_of(*layer.sizes, float_decay=float_decay, sms=processors(layer.x.device))
+    return config and replace(config, by_columns=by_columns(layer.weight))
 
 
 def few_rows(config: HopperConfig, layer: Layer) -> Results:
     """Launch the layer; nothing is kept for a backward pass."""
     results, initial = layer.results(), layer.sequences.initial
     batch, length, _, channels = layer.sizes
-    x, weight = addressable(layer.x.flatten(0, 1)), addressable(layer.weight)
+    x, weight = addressable(layer.x.flatten(0, 1)), addressable(layer.weight.t() if config.by_columns else layer.weight)
     log_decay = inner_contiguous(layer.log_decay.flatten(0, 1))
     gate = None if layer.gate is None else inner_contiguous(layer.gate.flatten(0, 1))
     CudaLaunch(

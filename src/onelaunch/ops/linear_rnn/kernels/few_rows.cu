@@ -8,6 +8,8 @@
 // mma        m16n8k16 with rows of x as operand A and W as operand B, whose registers are pairs of rows of one column: two pieces of
 //            rows are interleaved by byte permutations. The eight lanes of a column of B have eight pieces of a row; column j of a piece belongs
 //            to product j. A sum does not depend on the order of its terms, so a lane takes 8 consecutive k, 16 bytes of x, for two mma's.
+//            With BY_COLUMNS, where columns of W are contiguous, a lane loads 16 bytes of a column for each product, which are its
+//            registers of B as they are. Product j then has columns 8 j to 8 j + 7.
 // Sums       of all warps through shared memory. Then each CTA of the cluster stores them (st.async) to the CTA that finishes these columns,
 //            OWN of them, where they complete on an mbarrier. Before the first store all CTAs of the cluster must have initialized it: a
 //            barrier of the cluster, at which they arrive before they load anything.
@@ -25,13 +27,14 @@ typedef unsigned short u16;
 
 constexpr int THREADS = 32 * WARPS, UNIT = COLUMNS / 8, WORDS = UNIT / 2, OWN = COLUMNS / PARTS, DEPTH = WIDTH / PARTS;
 constexpr int STEPS = DEPTH / (32 * WARPS), HALVES = ROWS / 8, UNITS = COLUMNS / 4, EACH = (ROWS * OWN + THREADS - 1) / THREADS;
+constexpr int WEIGHTS = 8 * WORDS;  // 32-bit words of W in a lane and step: [8][WORDS], rows of a piece, or [UNIT][4] with BY_COLUMNS
 constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(ROWS == 8 || ROWS == 16, "halves of operand A");
 static_assert(UNIT == 2 || UNIT == 4 || UNIT == 8, "pieces of 4, 8 or 16 bytes");
 static_assert(STEPS * 32 * WARPS * PARTS == WIDTH && OWN % 4 == 0, "whole steps; units of 16 bytes");
 
 struct Arguments {
-  const u16 *x, *weight;      // [rows, WIDTH] and [WIDTH, channels], with row pitches in multiples of 8
+  const u16 *x, *weight;      // [rows, WIDTH], and [WIDTH, channels] or with BY_COLUMNS [channels, WIDTH]; row pitches in multiples of 8
   const void* log_decay;      // [rows, channels], float32 if FLOAT_DECAY
   const u16* gate;            // [rows, channels] or null
   const float* initial;       // [sequences, channels] or null
@@ -54,15 +57,67 @@ struct Shared {
 DEVICE float low_float(u32 pair) { return uint_as_float(pair << 16); }
 // Place of 16-byte unit `unit` of a row of sums. With PITCH it puts what eight lanes store at once into different banks.
 DEVICE int swizzled(int unit) { return unit ^ unit >> 3; }
-DEVICE void load_piece(const u16* at, u32 (&v)[WORDS]) {
+// Load a unit of W. A launch that begins early may find the launch before still writing it, so it must not take the non-coherent path.
+template <class Unit>
+DEVICE Unit load_unit(const u16* at) {
+  if constexpr (OVERLAP) return load_streamed((const Unit*)at);
+  else return load_once((const Unit*)at);
+}
+DEVICE void load_piece(const u16* at, u32* v) {
   if constexpr (UNIT == 8) {
-    const uint4 piece = load_once((const uint4*)at);
-    v[0] = piece.x, v[1] = piece.y, v[WORDS - 2] = piece.z, v[WORDS - 1] = piece.w;
+    const uint4 piece = load_unit<uint4>(at);
+    v[0] = piece.x, v[1] = piece.y, v[2] = piece.z, v[3] = piece.w;
   } else if constexpr (UNIT == 4) {
-    const uint2 piece = load_once((const uint2*)at);
-    v[0] = piece.x, v[WORDS - 1] = piece.y;
+    const uint2 piece = load_unit<uint2>(at);
+    v[0] = piece.x, v[1] = piece.y;
   } else {
-    v[0] = load_once((const u32*)at);
+    v[0] = load_unit<u32>(at);
+  }
+}
+// Load a lane's words of W for a step; `weight` is what the lane loads first.
+DEVICE void load_weights(const u16* weight, long long pitch, int step, u32 (&w)[WEIGHTS]) {
+  if constexpr (BY_COLUMNS) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+      const uint4 v = load_unit<uint4>(weight + 8 * i * pitch + step * WARPS * 32);
+      w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) load_piece(weight + (step * WARPS * 32 + i) * pitch, w + i * WORDS);
+  }
+}
+// Multiply half of a lane's rows of x by those of W, 4 of its 8 rows of W.
+DEVICE void multiply_half(int half, const uint4& operand, const u32 (&w)[WEIGHTS], float (&d)[UNIT][4]) {
+#pragma unroll
+  for (int word = 0; word < WORDS; ++word) {
+    if constexpr (BY_COLUMNS) {
+#pragma unroll
+      for (int i = 2 * word; i < 2 * word + 2; ++i) mma_m16n8k16(d[i], operand, {w[4 * i + 2 * half], w[4 * i + 2 * half + 1]});
+    } else {
+      const u32* r = w + 4 * half * WORDS + word;
+      mma_m16n8k16(d[2 * word], operand, {r[0] & 0xFFFFu | r[WORDS] << 16, r[2 * WORDS] & 0xFFFFu | r[3 * WORDS] << 16});
+      mma_m16n8k16(d[2 * word + 1], operand, {r[0] >> 16 | r[WORDS] & 0xFFFF0000u, r[2 * WORDS] >> 16 | r[3 * WORDS] & 0xFFFF0000u});
+    }
+  }
+}
+// Store what a lane has of a row of sums: with BY_COLUMNS columns 2 `at` and 2 `at` + 1 of each product, else 2 UNIT consecutive columns
+// from 2 UNIT `at` on.
+DEVICE void store_sums(float* to, int at, int half, const float (&d)[UNIT][4]) {
+  if constexpr (BY_COLUMNS) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+      float* pair = to + 4 * swizzled(2 * i + at / 2) + at % 2 * 2;
+      pair[0] = d[i][2 * half], pair[1] = d[i][2 * half + 1];
+    }
+  } else {
+#pragma unroll
+    for (int unit = 0; unit < UNIT / 2; ++unit) {
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = d[(unit * 4 + j) % UNIT][2 * half + (unit * 4 + j) / UNIT];
+      *(float4*)(to + 4 * swizzled(at * (UNIT / 2) + unit)) = {v[0], v[1], v[2], v[3]};
+    }
   }
 }
 
@@ -100,8 +155,11 @@ DEVICE float enter(const Arguments& a, Element& e, float v, int row) {
 // Prefetch into L2 what this CTA will read, 32 bytes at a time: its part of W, its share of x, and its elements.
 DEVICE void prefetch(const Arguments& a, int slice, int part, int first, int thread) {
   constexpr int SECTORS = COLUMNS / 16, X_SECTORS = DEPTH / 16;
-  for (int i = thread; i < DEPTH * SECTORS; i += THREADS)
-    prefetch_sector_l2(a.weight + (long long)(part * DEPTH + i / SECTORS) * a.weight_pitch + slice * COLUMNS + i % SECTORS * 16);
+  for (int i = thread; i < DEPTH * SECTORS; i += THREADS) {
+    const int row = part * DEPTH + (BY_COLUMNS ? i % X_SECTORS * 16 : i / SECTORS);
+    const int column = slice * COLUMNS + (BY_COLUMNS ? i / X_SECTORS : i % SECTORS * 16);
+    prefetch_sector_l2(a.weight + (BY_COLUMNS ? column * a.weight_pitch + row : row * a.weight_pitch + column));
+  }
   for (int i = slice * THREADS + thread; i < a.rows * X_SECTORS; i += a.channels / COLUMNS * THREADS)
     prefetch_sector_l2(a.x + i / X_SECTORS * a.x_pitch + part * DEPTH + i % X_SECTORS * 16);
 #pragma unroll
@@ -119,7 +177,7 @@ DEVICE void multiply(const Arguments& a, Shared& s, int slice, int part, int fir
   const int warp = thread / 32, quad = thread % 32 / 4, at = thread % 4;
   const int k = part * DEPTH + warp * 32 + 8 * at;  // a lane's first row of W
   uint4 x[STEPS][HALVES];
-  u32 w[STEPS][8][WORDS];
+  u32 w[STEPS][WEIGHTS];
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -128,11 +186,9 @@ DEVICE void multiply(const Arguments& a, Shared& s, int slice, int part, int fir
       x[step][half] = {0, 0, 0, 0};
       if (row < a.rows) x[step][half] = load_weak((const uint4*)(a.x + row * a.x_pitch + k + step * WARPS * 32));
     }
-  const u16* weight = a.weight + k * a.weight_pitch + slice * COLUMNS + UNIT * quad;
+  const u16* weight = a.weight + (BY_COLUMNS ? (slice * COLUMNS + quad) * a.weight_pitch + k : k * a.weight_pitch + slice * COLUMNS + UNIT * quad);
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) load_piece(weight + (step * WARPS * 32 + i) * a.weight_pitch, w[step][i]);
+  for (int step = 0; step < STEPS; ++step) load_weights(weight, a.weight_pitch, step, w[step]);
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
     if (has(a, thread, i)) elements[i] = load_element(a, row_of(thread, i), first + own_of(thread, i));
@@ -147,26 +203,12 @@ DEVICE void multiply(const Arguments& a, Shared& s, int slice, int part, int fir
       const u32 zero = HALVES == 1 ? 0u : ~0u;  // the lower half of A is zero for up to 8 rows
       const uint4 operand = half == 0 ? uint4{top.x, bottom.x & zero, top.y, bottom.y & zero}
                                       : uint4{top.z, bottom.z & zero, top.w, bottom.w & zero};
-#pragma unroll
-      for (int word = 0; word < WORDS; ++word) {
-        const u32 r[4] = {w[step][4 * half][word], w[step][4 * half + 1][word], w[step][4 * half + 2][word], w[step][4 * half + 3][word]};
-        mma_m16n8k16(d[2 * word], operand, {r[0] & 0xFFFFu | r[1] << 16, r[2] & 0xFFFFu | r[3] << 16});
-        mma_m16n8k16(d[2 * word + 1], operand, {r[0] >> 16 | r[1] & 0xFFFF0000u, r[2] >> 16 | r[3] & 0xFFFF0000u});
-      }
+      multiply_half(half, operand, w[step], d);
     }
-  // A lane has 2 * UNIT consecutive columns, from 2 * UNIT * at on, of rows quad and quad + 8.
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
     const int row = half * 8 + quad;
-    if (row >= a.rows) continue;
-    float* to = s.sums + (warp * ROWS + row) * PITCH;
-#pragma unroll
-    for (int unit = 0; unit < UNIT / 2; ++unit) {
-      float v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = d[(unit * 4 + j) % UNIT][2 * half + (unit * 4 + j) / UNIT];
-      *(float4*)(to + 4 * swizzled(at * (UNIT / 2) + unit)) = {v[0], v[1], v[2], v[3]};
-    }
+    if (row < a.rows) store_sums(s.sums + (warp * ROWS + row) * PITCH, at, half, d);
   }
 }
 

@@ -8,6 +8,8 @@ On chip    blocks of x [BM, BK] and W [BK, BN], which Triton copies by cp.async 
            multiply: each of the WARPS warps takes its own BK / WARPS rows of a block of W, and has its own sums [BM, BN], so that
            no two warps read the same data. With VECTOR, for float32 and the fewest rows, CUDA cores multiply and sum row by row
            instead. The sums of all warps are added through shared memory, into a layout that gives each thread its own elements.
+           With BY_COLUMNS the columns of W are contiguous, as in the transposed weight of a torch.nn.Linear, and the loads are
+           along D.
 Memory     reads W once, x once per slice, mostly from L2, and decays, gates and states once per part; writes y and final states.
            With several parts also writes and reads the float32 sums of each, BM * V * parts numbers, in L2.
 Protocol   with several parts (SPLIT) one counter per slice: when all warps of a CTA have stored its sums (bar.sync), one thread
@@ -58,8 +60,11 @@ def spread(tile):
 def project_by_vectors(
     x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
     BM: tl.constexpr, BK: tl.constexpr, EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, STAGES: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return x W for all rows and the columns ``c`` over ``blocks`` blocks of D from ``first_k``, float32 [BM, BN].
+
+    ``weight`` points to the first row of W or, with BY_COLUMNS, to column ``c[0]``.
 
     CUDA cores multiply and sum row by row. With EVEN_D blocks end where D ends, so k needs no mask. With EVEN_V slices end where
     V ends, so ``c`` needs none.
@@ -68,7 +73,10 @@ def project_by_vectors(
     k = tl.arange(0, BK)
     in_v = (c < channels)[None, :]
     p_x = x + first_k + k
-    p_weight = weight + first_k * tl.cast(weight_stride, tl.int64) + (k[:, None] * weight_stride + c[None, :])  # [BK, BN]
+    if BY_COLUMNS:
+        p_weight = weight + first_k + (k[:, None] + tl.arange(0, c.shape[0])[None, :] * weight_stride)  # [BK, BN]
+    else:
+        p_weight = weight + first_k * tl.cast(weight_stride, tl.int64) + (k[:, None] * weight_stride + c[None, :])
     v = tl.zeros([BM, c.shape[0]], tl.float32)
     for block in tl.range(0, 1 if STAGES == 1 else blocks, num_stages=STAGES):
         in_d = first_k + block * BK + k < width
@@ -85,7 +93,7 @@ def project_by_vectors(
             products = loaded[m].to(tl.float32)[:, None] * b_weight.to(tl.float32)
             v += tl.where((rows == m)[:, None], tl.sum(products, 0)[None, :], 0.0)
         p_x += BK
-        p_weight += BK * tl.cast(weight_stride, tl.int64)
+        p_weight += BK if BY_COLUMNS else BK * tl.cast(weight_stride, tl.int64)
     return spread(v)
 
 
@@ -93,7 +101,7 @@ def project_by_vectors(
 def project_by_matrix_units(
     x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
     BM: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, EVEN_D: tl.constexpr, EVEN_V: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return x W as :func:`project_by_vectors` does, by matrix units; each warp sums a part of each block."""
     SHARE: tl.constexpr = BK // WARPS  # rows of a block of W that a warp multiplies
@@ -101,8 +109,11 @@ def project_by_matrix_units(
     share = tl.arange(0, SHARE)
     k = tl.arange(0, WARPS)[:, None] * SHARE + share[None, :]  # [WARPS, SHARE]
     p_x = x + first_k + (rows[None, :, None] * x_stride + k[:, None, :])  # [WARPS, BM, SHARE]
-    of_weight = k[:, :, None] * weight_stride + c[None, None, :]  # [WARPS, SHARE, BN]
-    p_weight = weight + first_k * tl.cast(weight_stride, tl.int64) + of_weight
+    if BY_COLUMNS:
+        p_weight = weight + first_k + (k[:, :, None] + tl.arange(0, c.shape[0])[None, None, :] * weight_stride)
+    else:
+        of_weight = k[:, :, None] * weight_stride + c[None, None, :]  # [WARPS, SHARE, BN]
+        p_weight = weight + first_k * tl.cast(weight_stride, tl.int64) + of_weight
     in_m = (rows < M)[None, :, None]
     in_v = (c < channels)[None, None, :]
     sums = tl.zeros([WARPS, BM, c.shape[0]], tl.float32)
@@ -119,7 +130,7 @@ def project_by_matrix_units(
             b_weight = tl.load(p_weight, mask=in_d[:, :, None] & in_v, other=0.0)
         sums = tl.dot(to_precision(b_x, PRECISION), to_precision(b_weight, PRECISION), sums, input_precision=PRECISION)
         p_x += BK
-        p_weight += BK * tl.cast(weight_stride, tl.int64)
+        p_weight += BK if BY_COLUMNS else BK * tl.cast(weight_stride, tl.int64)
     return tl.sum(spread(sums), 0)
 
 
@@ -186,12 +197,13 @@ def few_rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_V: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr, STEPS: tl.constexpr,
     SCAN: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one slice of y and of the final states, or one part of its sums: see the top of the file.
 
     x [M, D], log_decay and gate [M, V] have a row for each step of each sequence, ``x_stride`` and so on elements apart. BM times
-    each of these strides, and BK times ``weight_stride``, is below 2^31. A part has ``blocks`` blocks of BK rows of W, one if
+    each of these strides is below 2^31. So is BK times ``weight_stride``, the elements from one row of W to the next, or with
+    BY_COLUMNS BN times it, those from one column to the next. A part has ``blocks`` blocks of BK rows of W, one if
     STAGES is 1. ``terms`` [parts, slices, BM, BN] is float32 scratch, and ``counters`` [slices], int64, are 0 before and after
     the launch; both are None unless SPLIT.
     """
@@ -214,15 +226,17 @@ def few_rows_kernel(
     decays = decay_of(log_decays)
     gates = silu(gates)
     first_k = part * blocks * BK
+    if BY_COLUMNS:
+        weight += own * BN * tl.cast(weight_stride, tl.int64)
     if VECTOR:
         v = project_by_vectors(
             x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
-            BM, BK, EVEN_D, EVEN_V, STAGES,
+            BM, BK, EVEN_D, EVEN_V, STAGES, BY_COLUMNS,
         )  # fmt: skip
     else:
         v = project_by_matrix_units(
             x, weight, M, c, first_k, blocks, width, channels, x_stride, weight_stride,
-            BM, BK, WARPS, EVEN_D, EVEN_V, STAGES, PRECISION,
+            BM, BK, WARPS, EVEN_D, EVEN_V, STAGES, BY_COLUMNS, PRECISION,
         )  # fmt: skip
     if SPLIT:
         of_tile = m[:, None] * BN + n[None, :]
