@@ -104,6 +104,30 @@ def test_one_process_exchanges_with_other_memory_in_the_place_of_peers(rank, mon
 
 
 @pytest.mark.interpret
+def test_a_rank_without_readers_sends_no_tensor(channels, monkeypatch):
+    """A view of the channel in the place of a message would be a second argument that lies in the channel's memory."""
+    made, sizes, given = channels(2), MessageSizes(1, 16, 16, 16), []
+    monkeypatch.setattr(peer_stores, "_send", None)
+    run = peer_stores.Launch.run
+    monkeypatch.setattr(peer_stores.Launch, "run", lambda self: (given.append(self.arguments[0]), run(self)))
+    sent = outgoing(*sums_of(1, 2, 16, 16, 1, 0), sizes, None, torch.zeros(1), back=False)
+    for message in (sent, sent._replace(send=None), torch.ones(1, sizes.elements)):
+        made[0].start(message, ())
+        made[1].start(message, ())
+        assert given[-1].data_ptr() == made[1].memory.data_ptr()
+        received(made[0], 1, sizes.elements)  # the flags are set, with the number of words
+
+
+@pytest.mark.interpret
+def test_a_message_that_cannot_be_sent_has_no_readers(channels):
+    """They would read what an earlier exchange has left."""
+    made, sizes = channels(2), MessageSizes(1, 16, 16, 16)
+    sent = outgoing(*sums_of(1, 2, 16, 16, 1, 0), sizes, None, torch.zeros(1), back=False)
+    with pytest.raises(AssertionError):
+        made[0].start(sent._replace(send=None), (1,))
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("back", [False, True])
 def test_segments_behind_decays_of_zero_are_not_read(back, channels):
     """As a pass does not read them. Elsewhere a NaN, also one of a decay, reaches the message."""
