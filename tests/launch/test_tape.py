@@ -8,6 +8,7 @@ Of the checks a repeated call makes only those that read values (``check_always`
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -68,6 +69,29 @@ def test_a_call_with_gradients_is_repeated_for_other_tensors():
         assert called.count == min(call + 1, 2)
     assert torch.autograd.gradcheck(lambda a, b: called(a, b, factor=0.5)[0], (leaf(2, 3), leaf(3)))
     assert torch.autograd.gradgradcheck(lambda a, b: called(a, b, factor=0.5)[0].square(), (leaf(2, 3), leaf(3)))
+
+
+def test_a_tape_is_replayed_on_the_gpu_of_its_tensors(monkeypatch):
+    """As the function ran when it was recorded. Tensors of this test stand for some on GPU 0, while GPU 1 is current."""
+    now, seen = [1], []
+
+    @contextlib.contextmanager
+    def at(index):
+        now.append(index)
+        yield
+        now.pop()
+
+    for name, function in (("index_of", lambda _: 0), ("current", lambda: now[-1]), ("at", at)):
+        monkeypatch.setattr(plan.Device, name, function)
+
+    def run(a):
+        check_always(lambda _: seen.append(now[-1]), a)
+        return a * 2
+
+    called = Counted(run)
+    for _ in range(5):
+        assert called(leaf(16)).requires_grad
+    assert (seen, now, called.count) == ([0] * 5, [1], 2)
 
 
 @pytest.mark.parametrize("steps", [5, 40])

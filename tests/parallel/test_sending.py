@@ -15,11 +15,13 @@ from onelaunch.launch.imitation import record
 from onelaunch.workbench.inspection import inspect_build
 
 pytest.importorskip("triton", reason="it launches kernels of Triton")
+from onelaunch.errors import ArgumentError
 from onelaunch.ops.gla import launch_slices
 from onelaunch.ops.gla.contract import gla
 from onelaunch.ops.gla.launch_slices import MessageSizes, outgoing
 from onelaunch.ops.gla.slices import GlaRules
 from onelaunch.parallel import Outbox, peer_stores
+from onelaunch.parallel import simulated as loopback
 from onelaunch.parallel.peer_stores import Channel, channel_bytes
 from onelaunch.parallel.simulated import Loopback, simulated
 from tests.ops.gluon_on_cpu import emulate
@@ -101,6 +103,55 @@ def test_one_process_exchanges_with_other_memory_in_the_place_of_peers(rank, mon
             torch.testing.assert_close(slots[reader, slot : slot + sizes.elements], sent.tensor()[0])
         if ranks:
             assert (launch_slices.folded_in_place(pending.in_place(), ranks, (2, 16, 24), 16) == 0).all()
+
+
+@pytest.mark.interpret
+def test_each_capture_of_one_process_has_an_order_of_its_own(monkeypatch):
+    """A stream cannot wait for an event of a capture that has ended. The messages still go to the same memory."""
+    monkeypatch.setattr(peer_stores, "CTAS", 3)
+    made, sizes, channels = Loopback(0, 2, "cpu", CAPACITY), MessageSizes(1, 16, 16, 16), []
+    for exchange, capture in enumerate((None, 5, 5, 6, None), 1):
+        monkeypatch.setattr(loopback, "capture_under_way", lambda device, capture=capture: capture)
+        sent = outgoing(*sums_of(1, 2, 16, 16, 1, exchange), sizes, None, torch.zeros(1), back=False)
+        pending = made.start_scan(sent, (1,))
+        channels.append(pending._channel)
+        assert int(channels[-1].memory[2 * 3]) == exchange
+    none, first, again, second, eager = channels
+    assert first is again
+    assert none is eager
+    assert len({none, first, second}) == 3
+
+
+def test_one_process_stores_nothing_beyond_its_memory():
+    made, sizes = Loopback(0, 2, "cpu", 256), MessageSizes(1, 16, 16, 16)
+    with pytest.raises(ArgumentError, match="has 272 words; capacity is 256"):
+        made.start_scan(outgoing(*sums_of(1, 1, 16, 16, 1, 0), sizes, None, torch.zeros(1), back=False), (1,))
+    with pytest.raises(ArgumentError, match="size is 9"):
+        Loopback(0, 9, "cpu")
+
+
+@pytest.mark.interpret
+def test_a_rank_without_readers_sends_no_tensor(channels, monkeypatch):
+    """A view of the channel in the place of a message would be a second argument that lies in the channel's memory."""
+    made, sizes, given = channels(2), MessageSizes(1, 16, 16, 16), []
+    monkeypatch.setattr(peer_stores, "_send", None)
+    run = peer_stores.Launch.run
+    monkeypatch.setattr(peer_stores.Launch, "run", lambda self: (given.append(self.arguments[0]), run(self)))
+    sent = outgoing(*sums_of(1, 2, 16, 16, 1, 0), sizes, None, torch.zeros(1), back=False)
+    for message in (sent, sent._replace(send=None), torch.ones(1, sizes.elements)):
+        made[0].start(message, ())
+        made[1].start(message, ())
+        assert given[-1].data_ptr() == made[1].memory.data_ptr()
+        received(made[0], 1, sizes.elements)  # the flags are set, with the number of words
+
+
+@pytest.mark.interpret
+def test_a_message_that_cannot_be_sent_has_no_readers(channels):
+    """They would read what an earlier exchange has left."""
+    made, sizes = channels(2), MessageSizes(1, 16, 16, 16)
+    sent = outgoing(*sums_of(1, 2, 16, 16, 1, 0), sizes, None, torch.zeros(1), back=False)
+    with pytest.raises(AssertionError):
+        made[0].start(sent._replace(send=None), (1,))
 
 
 @pytest.mark.interpret

@@ -422,3 +422,24 @@ def test_an_error_by_which_a_gpu_ends_is_reported_and_not_raised(call, gpu_3, mo
     problem = "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert call_once(study(), call, "cuda:3") == (problem if call.parts == 1 else None)
     assert "made" in gpu_3
+
+
+@pytest.mark.parametrize("fails", ["before", "behind"])
+def test_a_gpu_that_cannot_be_made_current_is_reported(fails, gpu_3, monkeypatch):
+    """As in the next call of a process whose GPU has ended, or at the end of the call by which it ended."""
+
+    @contextlib.contextmanager
+    def current(_):
+        if fails == "before":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        yield
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def make(*_):
+        raise ValueError("what failed first")
+
+    monkeypatch.setattr(compiling.hardware, "current", current)
+    monkeypatch.setattr(compiling, "_make", make)
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3")
+    first = "ValueError: what failed first"
+    assert problem == (first if fails == "behind" else "RuntimeError: CUDA error: an illegal memory access was encountered")

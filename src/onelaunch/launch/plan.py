@@ -63,18 +63,23 @@ class Device:
         """Return whether a CUDA graph is being captured."""
         return torch.cuda.is_current_stream_capturing()
 
+    @staticmethod
+    def index_of(values: Iterable[Any]) -> int | None:
+        """Return the index of the GPU of the first tensor on a GPU among values, or ``None`` if there is none."""
+        for each in values:
+            tensor = each if isinstance(each, torch.Tensor) else getattr(each, "base", None)  # descriptors have a base
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                return tensor.get_device()
+        return None
+
     @classmethod
     def elsewhere(cls, values: Iterable[Any]) -> int | None:
         """Return the index of the GPU of the first tensor on a GPU among values if another GPU is current, else ``None``.
 
         PyTorch's functions run on the GPU of their tensors. Triton launches on the current one, where addresses are not valid.
         """
-        for each in values:
-            tensor = each if isinstance(each, torch.Tensor) else getattr(each, "base", None)  # descriptors have a base
-            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                index = tensor.get_device()
-                return None if index == cls.current() else index
-        return None
+        index = cls.index_of(values)
+        return None if index is None or index == cls.current() else index
 
 
 class Plan:

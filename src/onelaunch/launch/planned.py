@@ -94,11 +94,8 @@ class Planned(Generic[R]):
         if latest is not None and latest[2] is plans:
             repeated, found = latest[3], latest[1]
             tensors = None if repeated is None else repeated.tensors_of(inputs, named)
-            if tensors is not None:
-                if type(found) is Taped:
-                    return found.replay(tensors[0])
-                if found.index == Device.current():
-                    return found.replay(*tensors)
+            if tensors is not None and (found.index is None or found.index == Device.current()):
+                return found.replay(tensors[0]) if type(found) is Taped else found.replay(*tensors)
         facts = facts_of((*inputs, *named, *named.values()) if named else inputs)
         if facts is None:
             return self._function(*inputs, **named)
@@ -111,7 +108,7 @@ class Planned(Generic[R]):
                 self._latest = (facts.key, found, plans, _repeated(found, inputs, named, facts))
         if type(found) is Plan and found.index == Device.current():
             return found.replay(facts.tensors, facts.addresses)
-        if type(found) is Taped:
+        if type(found) is Taped and (found.index is None or found.index == Device.current()):
             return found.replay(facts.tensors)
         return self._run(inputs, named, facts, found, plans)
 
@@ -178,7 +175,9 @@ class Planned(Generic[R]):
         with tape:
             results = self._function(*inputs, **named)
         try:
-            self._remember(facts, tape.finish(results), plans)
+            made = tape.finish(results)
+            made.index = Device.index_of(facts.tensors)
+            self._remember(facts, made, plans)
         except NotPlannable as problem:
             self._remember(facts, Refused(str(problem)), plans)
         return results

@@ -268,11 +268,13 @@ class Taped:
         autocast: Device type for which autocast is on around the recorded call; ``None`` if it is off.
     """
 
-    __slots__ = ("_autocast", "_constants", "_parts", "_results", "repeated")
+    __slots__ = ("_autocast", "_constants", "_parts", "_results", "index", "repeated")
 
     def __init__(self, inputs: int, calls: Sequence[TapedCall], results: Any, autocast: str | None = None) -> None:
         self.repeated: Any = None
         """Comparison with later inputs that ``planned.py`` keeps here; ``None`` before it was made, false if it cannot be."""
+        self.index: int | None = None
+        """Index of the GPU that is current in replays, set by ``planned.py``; ``None`` for tensors on a CPU."""
         constants = [None, *(each for call in calls for each in call.arguments if not _slots(each))]
         places = {index: index for index in range(inputs)}
         for call in calls:

@@ -90,9 +90,7 @@ class Peers:
 
     def capture(self) -> int | None:
         """Return the number of the capture that is under way on the current stream, or ``None``."""
-        if not torch.cuda.is_current_stream_capturing():
-            return None
-        return driver.capture_of(torch.cuda.current_stream(self.device).cuda_stream)
+        return capture_under_way(self.device)
 
     def facts(self) -> tuple[str, str, str]:
         """Return the host, the GPU's UUID, and why this rank cannot take part, or an empty string."""
@@ -154,6 +152,13 @@ class Peers:
         except (AttributeError, RuntimeError):
             seconds = _LIMIT
         return int(seconds * 1e9)
+
+
+def capture_under_way(device: torch.device) -> int | None:
+    """Return the number of the capture of a CUDA graph that is under way on the current stream of a device, or ``None``."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return None
+    return driver.capture_of(torch.cuda.current_stream(device).cuda_stream)
 
 
 class Exchange:

@@ -75,14 +75,14 @@ class Channel:
         self.order()
         order, count = self.order_of(readers)
         targets = tuple(self.addresses[each] for each in order)
-        if isinstance(x, torch.Tensor):
+        words = x.nbytes // WORD if isinstance(x, torch.Tensor) else x.elements
+        if not count:
+            _send_flags(self.memory, targets, words, self.rank, self.capacity, self.limit)
+        elif isinstance(x, torch.Tensor):
             _send(x, self.memory, targets, count, self.rank, self.capacity, self.limit)
-        elif x.send is not None and count:
-            x.send(Outbox(self.memory, targets, count, self.rank, self.capacity, self.limit))
         else:
-            _send(
-                parts_of(self.memory, self.ranks)[2][: x.elements], self.memory, targets, 0, self.rank, self.capacity, self.limit
-            )
+            assert x.send is not None  # noqa: S101 - it has readers
+            x.send(Outbox(self.memory, targets, count, self.rank, self.capacity, self.limit))
         self.started += 1
         self._launched()
         if readers is not None:

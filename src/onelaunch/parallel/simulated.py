@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onelaunch.errors import ArgumentError
 from onelaunch.parallel.collectives import Collectives, Outgoing, Pending
 from onelaunch.parallel.contexts import Context, context_of
+from onelaunch.parallel.exchange import MOST_RANKS, capture_under_way
+
+if TYPE_CHECKING:
+    from onelaunch.parallel.peer_stores import Channel
 
 
 class Done(Pending):
@@ -66,17 +71,40 @@ class Loopback(Neighbours):
         super().__init__(rank, size)
         from onelaunch.parallel import peer_stores  # it needs Triton
 
+        if size > MOST_RANKS:
+            raise ArgumentError(f"size is {size}; it must be at most {MOST_RANKS}, the ranks that a channel has flags for.")
         words = peer_stores.channel_bytes(size, capacity) // 8
         self.memory = torch.zeros((size, words), dtype=torch.int64, device=device)
         """Memory of the channel at each rank."""
         flags, _, _ = peer_stores.parts_of(self.memory[rank], size)
         others = [each for each in range(size) if each != rank]
         flags.view(size, peer_stores.CTAS)[others] = _LATER
-        self._channel = peer_stores.Channel(self.memory[rank], [each.data_ptr() for each in self.memory], rank, capacity, 10**9)
+        self._channels: dict[int | None, Channel] = {}
+        self._capacity = capacity
 
     def start_scan(self, message: Outgoing, readers: Sequence[int]) -> Pending:
-        """Send a message to the memory of its readers."""
-        return self._channel.start(message, readers)
+        """Send a message to the memory of its readers.
+
+        Raises:
+            ArgumentError: The message is larger than ``capacity``, so that it would be stored over other memory.
+        """
+        if message.elements > self._capacity:
+            raise ArgumentError(f"A message has {message.elements} words; capacity is {self._capacity}. Make it larger.")
+        return self._channel().start(message, readers)
+
+    def _channel(self) -> Channel:
+        """Return the channel of the capture of a CUDA graph that is under way, or of calls that are not captured.
+
+        All share the memory. But a channel orders its launches by events, and a stream cannot wait for an event of a capture that
+        has ended, nor a capture for one from outside.
+        """
+        from onelaunch.parallel.peer_stores import Channel
+
+        capture = capture_under_way(self.memory.device)
+        if capture not in self._channels:
+            addresses = [each.data_ptr() for each in self.memory]
+            self._channels[capture] = Channel(self.memory[self.rank], addresses, self.rank, self._capacity, 10**9)
+        return self._channels[capture]
 
 
 _LATER = 1 << 62

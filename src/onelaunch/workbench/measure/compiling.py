@@ -282,14 +282,21 @@ def call_once(study: Study, call: CompileCall | ProbeCall, device: str) -> str |
 
 
 def _call(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
-    """Make a call, free its memory, and return the error if one of the two raised."""
+    """Make a call, free its memory, and return the first error that one of the two raised."""
     where = torch.device(device)
-    with hardware.current(where):
-        problem = _problem(lambda: _make(study, call, where))
+    problems: list[str | None] = []
+
+    def make() -> None:
+        with hardware.current(where):
+            problems.append(_problem(lambda: _make(study, call, where)))
+
+    # In a process whose GPU has met an illegal access, for example, making a GPU current may fail, before the call or after it,
+    # and so may freeing memory. This run needs such a process no more.
+    problems.append(_problem(make))
     gc.collect()  # the other processes need the memory, and CUDA graphs are held by reference cycles
-    # Memory cannot be freed in a process whose GPU has met an illegal access, for example. This run needs such a process no more.
-    freed = _problem(torch.cuda.empty_cache) if where.type == "cuda" else None
-    return problem or freed
+    if where.type == "cuda":
+        problems.append(_problem(torch.cuda.empty_cache))
+    return next(filter(None, problems), None)
 
 
 def _problem(function: Callable[[], object]) -> str | None:
