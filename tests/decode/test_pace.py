@@ -359,7 +359,9 @@ def test_the_server_runs_the_kernels_engine(weights, played):
         for seed in range(6):
             prompt = GREEDY["first" if seed % 3 else "second"].prompt
             gone = asyncio.Event()
-            answer = app.start("/v1/completions", fields | {"prompt": prompt, "seed": seed}, hang_up=gone)
+            # One that hangs up asks for more tokens than it gets, so that it does not end before it is seen to run.
+            count = 100 if seed % 2 else 30
+            answer = app.start("/v1/completions", fields | {"prompt": prompt, "seed": seed, "max_tokens": count}, hang_up=gone)
             if seed % 2:
                 while not app.number("vllm:num_requests_running"):
                     assert not answer.done()

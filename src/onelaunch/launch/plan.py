@@ -94,7 +94,7 @@ class Plan:
         NotPlannable: A step or a result cannot be repeated.
     """
 
-    __slots__ = ("_distances", "_image", "_index", "_owners", "_pool", "_replay", "repeated", "steps")
+    __slots__ = ("_distances", "_image", "_owners", "_pool", "_replay", "index", "repeated", "steps")
 
     def __init__(self, recording: Recording, results: Any, find: Callable[[torch.Tensor], Geometry]) -> None:
         self._pool: list[Packet] = []
@@ -104,14 +104,11 @@ class Plan:
         self.steps: list[Step] = made.steps
         """Steps that a replay repeats."""
         self._replay = write(made.steps, made.inputs, made.results, made.make, _allocator(made.device))
-        self._image, self._index = (made.image, made.placed), made.index
+        self.index: int = made.index
+        """Index of the device."""
+        self._image = made.image, made.placed
         self._owners = made.owners  # keep kernels loaded
         self._distances = tuple((i, j, apart) for (i, j), apart in made.differences.items())
-
-    @property
-    def index(self) -> int:
-        """Index of the device."""
-        return self._index
 
     def distances(self) -> tuple[tuple[int, int, int], ...]:
         """Return pairs of inputs with the distance in bytes that they must have."""
@@ -123,7 +120,7 @@ class Plan:
             packet = self._pool.pop()  # another thread gets another one
         except IndexError:
             packet = Packet(*self._image)
-        stream = Device.stream(self._index)
+        stream = Device.stream(self.index)
         if stream != packet.stream:
             packet.set_stream(stream)
         results = self._replay(tensors, addresses, packet.words, packet.launches, Device.launch_function(), self._retry)
@@ -133,7 +130,7 @@ class Plan:
     def _retry(self, error: int, arguments: tuple[Any, Any, Any]) -> None:
         """Launch again with the device's context current, if none was in this thread; raise :class:`DriverError` otherwise."""
         if error == _NO_CONTEXT:
-            with current_context(self._index):
+            with current_context(self.index):
                 error = Device.launch_function()(*arguments, None)
         if error:
             raise DriverError("cuLaunchKernelEx", got=f"error {error}", about="a planned launch")
