@@ -7,7 +7,6 @@ test of its own compares Triton's kernel with it in the interpreter.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -170,67 +169,20 @@ def test_every_rank_sums_its_segments_once_in_each_direction_of_time(rank, monke
 def test_a_sum_that_stops_earlier_has_the_same_bits(reverse, per_head, monkeypatch):
     """Factors of e^-76 change no bit of sums of numbers that are about as large, and the decay of a segment that stops is 0."""
     launch_hopper = emulate(monkeypatch, segments=2)
-    call = of_steady_decay(launch_hopper, 640, -0.6, per_head=per_head)
+    random = torch.Generator().manual_seed(3)
+    Attention = launch_hopper.Attention
+    q, k, v = (torch.randn(1, 640, 1, 64, generator=random).to(torch.bfloat16) for _ in range(3))
+    call = Attention.of(q, k, v, torch.full(q.shape[: 3 if per_head else 4], -0.6).to(torch.bfloat16), None, None, 1.0)
+    operands = launch_hopper.PassOperands(None, k, v, reverse=reverse)
+    configuration = launch_hopper.configured(call, operands, output=True, store_states=False, split=True)
     found = []
     for stop in (-1e30, -88.0, -44.0):
         monkeypatch.setattr(launch_hopper, "STOP", stop)
-        found.append(sums_of_segments(launch_hopper, call, reverse=reverse))
+        found.append(launch_hopper.sum_segments(call, operands, configuration, last=True))
     for each in found[1:]:
         assert torch.equal(each.states, found[0].states)
         assert torch.equal(each.decays, found[0].decays)
     assert (found[0].decays == 0).all()
-
-
-@pytest.mark.parametrize("decays", ["steady", "ends", "begins", "none"])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_a_sum_that_foresees_its_end_has_the_same_bits(per_head, decays, monkeypatch):
-    """Also where decays change, so that chunks are needed of which the forecast knew nothing, or the other way round."""
-    launch_hopper = emulate(monkeypatch, segments=2)
-    loaded = loads_of(monkeypatch)
-    for reverse in (False, True):
-        call = of_steady_decay(launch_hopper, 1280, 0.0 if decays == "none" else -0.2, per_head=per_head)
-        for segment in (0, 640):
-            if decays in ("ends", "begins"):  # no decay in a part of the segment
-                call.g[:, segment + 200 : segment + 440 if decays == "ends" else segment + 640] = 0
-        found = []
-        for foresee in (False, True):
-            monkeypatch.setattr(launch_hopper, "FORESEE", foresee)
-            loaded.append(0)
-            found.append(sums_of_segments(launch_hopper, call, reverse=reverse))
-        assert torch.equal(found[0].states, found[1].states)
-        assert torch.equal(found[0].decays, found[1].decays)
-        *_, before, after = loaded
-        assert after < before if decays == "steady" else after <= before
-
-
-def of_steady_decay(launch_hopper: Any, steps: int, log_decay: float, *, per_head: bool) -> Any:
-    """Return a call of one head with random keys and values."""
-    random = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, steps, 1, 64, generator=random).to(torch.bfloat16) for _ in range(3))
-    g = torch.full(q.shape[: 3 if per_head else 4], log_decay).to(torch.bfloat16)
-    return launch_hopper.Attention.of(q, k, v, g, None, None, 1.0)
-
-
-def sums_of_segments(launch_hopper: Any, call: Any, *, reverse: bool) -> Any:
-    """Return the sums of all segments."""
-    operands = launch_hopper.PassOperands(None, call.k, call.v, reverse=reverse)
-    configuration = launch_hopper.configured(call, operands, output=True, store_states=False, split=True)
-    return launch_hopper.sum_segments(call, operands, configuration, last=True)
-
-
-def loads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to whose last number every chunk that emulated sums of segments load is added."""
-    module, loaded = sys.modules["onelaunch.ops.gla.kernels.hopper_segment_sum"], [0]
-    load_stage = module.load_stage
-
-    def counted(
-        descriptors: Any, tiles: Any, full: Any, at: Any, head: Any, part: Any, stage: Any, issue: Any, *rest: Any
-    ) -> Any:
-        loaded[-1] += bool(issue)
-        return load_stage(descriptors, tiles, full, at, head, part, stage, issue, *rest)
-
-    monkeypatch.setattr(module, "load_stage", counted)
-    return loaded
 
 
 class Logged(Collectives):

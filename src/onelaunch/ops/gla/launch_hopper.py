@@ -53,12 +53,6 @@ _WHOLE = 1 << 30
 STOP = -88.0
 """Sum of natural log-decays below which a sum of a segment ends: e^-88 is subnormal in float32."""
 
-FORESEE = False
-"""Flag that sums of segments load a chunk only when the decays so far foretell that it is needed.
-
-On an H100 that takes 1 to 7 us off a rank's training step of 1685 to 1708, less than the noise (docs/notebook/gla.md).
-"""
-
 LIMITS = {torch.bfloat16: 40.0, torch.float16: 6.0}
 """Largest magnitude of the sum of log-decays over half a chunk for which one matrix product gives all of its scores, by dtype.
 
@@ -211,7 +205,7 @@ def sum_segments(
         segment_sum_kernel, (sequences * heads * configuration.slices * segments,),
         *(sources or _sources(call, operands)), *sums, call.sequences.offsets, length, heads, segments,
         configuration.segment_steps(length), call.scale, values, mma=Mma.WIDEST, SHARED=_sharing(call, operands, heads),
-        ALL=last, TURNS=turns, STOP=STOP, FORESEE=FORESEE and not turns, **tiles.options(), **configuration.options,
+        ALL=last, TURNS=turns, STOP=STOP, **tiles.options(), **configuration.options,
     ).run()  # fmt: skip
     return sums
 

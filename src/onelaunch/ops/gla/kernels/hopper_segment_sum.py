@@ -88,30 +88,18 @@ def segment_chunks(steps, segment, segments, REVERSE: gl.constexpr, ALL: gl.cons
 
 
 @gluon.jit
-def chunks_due(carry, c, chunks, STOP: gl.constexpr):
-    """Return the number of chunks after which sums of log-decays, the largest of which is ``carry`` after chunk c, reach STOP.
-
-    It is a forecast, for decays that go on as they did. The next chunk is due in any case, so that the loops go on.
-    """
-    forecast = gl.where(carry < -0.5, (c + 1) * STOP / carry, 1.0 * chunks)
-    return gl.maximum(gl.minimum(forecast, 1.0 * chunks).to(gl.int32) + 1, c + 2)
-
-
-@gluon.jit
 def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, values, GROUP: gl.constexpr, GROUPS: gl.constexpr,
                SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
-               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr,
-               FORESEE: gl.constexpr):  # fmt: skip
+               SPLIT_KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr):  # fmt: skip
     """Run the role of one warpgroup that sums v^T keys over the segment for PANEL value channels, and store the sum.
 
     Per chunk: wait for ``full`` and ``decayed``, multiply, wait for the product, arrive at ``empty``; GROUP 0 then refills the
-    stage, or with TURNS loads the next chunk into the next stage, or with FORESEE refills all stages that are empty with chunks
-    that are due. GROUP is the index of the warpgroup. The tuples are made in
+    stage, or with TURNS loads the next chunk into the next stage. GROUP is the index of the warpgroup. The tuples are made in
     ``segment_sum_kernel``, which explains them; ``offsets`` and ``values`` (the number V of value channels) come from there as
     well.
     """
     _, tiles_k, tiles_v, _, tiles_low, factors, _ = tiles
-    full, decayed, empty, stop, due = bars
+    full, decayed, empty, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
     LOW: gl.constexpr = tiles_low.shape[0] // STAGES  # tiles of second terms in a stage, of which the first is used
@@ -141,9 +129,6 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             fence_async_shared()
         mbarrier.wait(decayed.index(stage), phase)
         limit = gl.minimum(limit, gl.max(stop.index(stage).load(vector), 0))
-        wanted = limit
-        if FORESEE:
-            wanted = gl.minimum(limit, gl.max(due.index(stage).load(vector), 0))
         if SCALAR:
             scaled, scaled_low = scaled_values(b_v, factors.index(stage), state_layout, SPLIT_KEYS)
             state = warpgroup_mma(scaled, tiles_k.index(stage), state, is_async=True)
@@ -154,15 +139,7 @@ def accumulate(descriptors, segment_states, tiles, bars, offsets, T, sizes, valu
             state = warpgroup_mma(b_v.permute((1, 0)), tiles_low.index(stage * LOW), state, is_async=True)
         state = warpgroup_mma_wait(num_outstanding=0, deps=(state,))
         mbarrier.arrive(empty.index(stage), count=1)
-        if GROUP == 0 and FORESEE:
-            while issued < gl.minimum(wanted, c + 1 + STAGES):
-                free = issued % STAGES
-                mbarrier.wait(empty.index(free), (issued // STAGES & 1) ^ 1)
-                at = row + chunk_of(issued, chunks, not REVERSE) * C
-                load_stage(descriptors, tiles, full, at, head, value_slice, free, issued < wanted, GROUPS, SLICES, False, SCALAR,
-                           SHARED)  # fmt: skip
-                issued += 1
-        elif GROUP == 0:
+        if GROUP == 0:
             refill = issued < limit  # limit may already have been lowered by ``stop``
             mbarrier.wait(empty.index(stage), phase, pred=refill)
             at = row + chunk_of(issued, chunks, not REVERSE) * C
@@ -250,15 +227,14 @@ def decay_panels(keys, g, low, carry, weights, scale, FIRST: gl.constexpr, REVER
 
 @gluon.jit
 def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES: gl.constexpr, PACKED: gl.constexpr,
-                       REVERSE: gl.constexpr, KEYS: gl.constexpr, ALL: gl.constexpr, STOP: gl.constexpr,
-                       FORESEE: gl.constexpr):  # fmt: skip
+                       REVERSE: gl.constexpr, KEYS: gl.constexpr, ALL: gl.constexpr, STOP: gl.constexpr):  # fmt: skip
     """Run the decay role for a decay per channel: all chunks of the segment, from its far end; store the segment's decay.
 
     Per chunk: wait for ``full``, decay the keys, write ``stop``, arrive at ``decayed``. No wait for ``empty`` is needed, since
     ``full`` only completes after a refill. ``segment_sum_kernel`` explains the arguments.
     """
     _, tiles_k, _, tiles_g, tiles_low, weights, _ = tiles
-    full, decayed, _, stop, due = bars
+    full, decayed, _, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
     WIDE: gl.constexpr = tiles_g.dtype == gl.float32
@@ -279,7 +255,6 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
     carry = drop_duplicate_rows(gl.zeros([C, K], gl.float32, layout=wide))
     carry_layout: gl.constexpr = carry.type.layout
     limit = chunks
-    wanted = chunks
     c = 0
     while c < limit:
         stage = c % STAGES
@@ -302,15 +277,9 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
             decays = carry
             if KEYS < K:  # padding never decays
                 decays = gl.where(gl.arange(0, K, layout=gl.SliceLayout(0, carry_layout))[None, :] < KEYS, carry, -1e30)
-            largest = gl.max(gl.max(decays, 1), 0)
-            if largest < STOP:
+            if gl.max(gl.max(decays, 1), 0) < STOP:
                 limit = gl.minimum(limit, c + 1)
-            if FORESEE:
-                wanted = chunks_due(largest, c, chunks, STOP)
-                wanted += wanted & 1  # the loops end after an even number of chunks
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
-        if FORESEE:
-            due.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + gl.maximum(wanted, c + 2))
         fence_async_shared()
         mbarrier.arrive(decayed.index(stage), count=1)
         c += 1
@@ -327,7 +296,7 @@ def decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SL
 @gluon.jit
 def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                     PACKED: gl.constexpr, REVERSE: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr,
-                    ALL: gl.constexpr, STOP: gl.constexpr, FORESEE: gl.constexpr):  # fmt: skip
+                    ALL: gl.constexpr, STOP: gl.constexpr):  # fmt: skip
     """Run the decay role for one decay per head: all chunks of the segment, from its far end; store the segment's decay.
 
     Keys stay as they are: the factor of each step is left for ``accumulate``, which multiplies the values by it. The log-decays
@@ -336,7 +305,7 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
     :func:`decay_key_channels`.
     """
     _, tiles_k, _, _, _, factors, _ = tiles
-    full, decayed, empty, stop, due = bars
+    full, decayed, empty, stop = bars
     K: gl.constexpr = tiles_k.shape[2]
     STAGES: gl.constexpr = tiles_k.shape[0]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -374,8 +343,6 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
         if carry < STOP:
             limit = gl.minimum(limit, c + 1)
         stop.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + limit)
-        if FORESEE:
-            due.index(stage).store(gl.full([1], 0, gl.int32, layout=vector) + chunks_due(carry, c, chunks, STOP))
         mbarrier.arrive(decayed.index(stage), count=1)
         c += 1
     if value_slice == 0:  # the CTAs of all slices compute the same decays; one stores them
@@ -391,14 +358,13 @@ def decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, s
 def decay_keys(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES: gl.constexpr,
                PACKED: gl.constexpr, REVERSE: gl.constexpr, SCALAR: gl.constexpr,
                KEYS: gl.constexpr, SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr,
-               STOP: gl.constexpr, FORESEE: gl.constexpr):  # fmt: skip
+               STOP: gl.constexpr):  # fmt: skip
     """Run the role of the warpgroup that decays keys or values to the far end of the segment, for every chunk."""
     if SCALAR:
         decay_key_heads(tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE, SHARED, TURNS,
-                        ALL, STOP, FORESEE)  # fmt: skip
+                        ALL, STOP)  # fmt: skip
     else:
-        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS, ALL, STOP,
-                           FORESEE)  # fmt: skip
+        decay_key_channels(tiles, segment_decays, bars, offsets, T, sizes, scale, SLICES, PACKED, REVERSE, KEYS, ALL, STOP)
 
 
 @gluon.jit(do_not_specialize=["T", "heads", "segments", "segment_steps"])
@@ -407,7 +373,7 @@ def segment_sum_kernel(
     SLICES: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, SPLIT_KEYS: gl.constexpr,
     KEYS: gl.constexpr, K: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, PREPARE_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-    SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr, STOP: gl.constexpr, FORESEE: gl.constexpr,
+    SHARED: gl.constexpr, TURNS: gl.constexpr, ALL: gl.constexpr, STOP: gl.constexpr,
 ):  # fmt: skip
     """Sum up what a segment adds to the state; see the top of the file.
 
@@ -420,9 +386,7 @@ def segment_sum_kernel(
     registers of a thread of the decaying warpgroup and of the second accumulating one. With TURNS a chunk is loaded when the one
     before it is finished, so that loads, ``decay_keys`` and ``accumulate`` take turns: see hopper_chunk_state.py. With ALL the
     segment at which the recurrence ends is summed up as well. STOP is the sum of natural log-decays below which factors count as
-    0, if it is so in all channels: at least -88, where ``exp2_flushed`` returns 0. With FORESEE a chunk is loaded only when the
-    decays so far foretell that it is needed, or when it is next; without it up to STAGES - 1 chunks are loaded in vain. It is not
-    used with TURNS.
+    0, if it is so in all channels: at least -88, where ``exp2_flushed`` returns 0.
     """
     SCALAR: gl.constexpr = g is None
     E: gl.constexpr = keys.dtype
@@ -450,9 +414,6 @@ def segment_sum_kernel(
     fence_async_shared()  # TMA, which arrives at these barriers, sees them initialized
     # One number per stage: it does not change between decayed and empty, so all threads read the same one.
     stop = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    due = stop
-    if FORESEE:  # as ``stop``: the number of chunks that are needed by a forecast
-        due = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (heads, segments, segment_steps)
     # ``load_stage`` takes descriptors of queries, keys, values and log-decays, and tiles in the same order. There are no
     # queries here: it is called with OUTPUT = False and ignores their place, which the keys fill. Tiles go on with the second
@@ -465,16 +426,16 @@ def segment_sum_kernel(
         summed: gl.constexpr = gl.bfloat16 if WIDE else E
         weights = gl.allocate_shared_memory(summed, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], summed))
     tiles = (tiles_k, tiles_k, tiles_v, tiles_g, tiles_low, weights, tiles_k)
-    bars = (full, decayed, empty, stop, due)
+    bars = (full, decayed, empty, stop)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL, FORESEE)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 1, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL, FORESEE)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED, TURNS, ALL, STOP, FORESEE)),
+                        SCALAR, KEYS, SHARED, TURNS, ALL, STOP)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, PREPARE_REGISTERS],
@@ -483,9 +444,9 @@ def segment_sum_kernel(
         gl.warp_specialize(
             [
                 (accumulate, (descriptors, segment_states, tiles, bars, offsets, T, sizes, values, 0, GROUPS, SLICES,
-                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL, FORESEE)),
+                       PACKED, REVERSE, SCALAR, SPLIT_KEYS, SHARED, TURNS, ALL)),
                 (decay_keys, (tiles, segment_decays, bars, offsets, log_decay, T, sizes, scale, SLICES, PACKED, REVERSE,
-                        SCALAR, KEYS, SHARED, TURNS, ALL, STOP, FORESEE)),
+                        SCALAR, KEYS, SHARED, TURNS, ALL, STOP)),
             ],
             [4],
             [PREPARE_REGISTERS],
