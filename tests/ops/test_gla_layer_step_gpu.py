@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.launch.planned import forget_plans
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer import configure_step, launch_step
 from onelaunch.ops.gla_layer.launch_step import StepInputs
@@ -76,15 +75,6 @@ def test_streams_may_run_at_the_same_time(device):
         torch.cuda.synchronize(device)
         for results, right in zip(found, expected, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
-
-
-@pytest.mark.parametrize("name", ["16_sequences", "8_sequences"])
-def test_gated_o_in_words_of_two_numbers_passes_the_gate(name, device, monkeypatch):
-    monkeypatch.setattr(configure_step, "PAIRED", True)
-    forget_plans()
-    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
-    assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
-    forget_plans()
 
 
 @pytest.mark.parametrize("resident", [1, 2])

@@ -50,16 +50,10 @@ FLIGHT = 4
 """Most chunks on their way to a CTA at once. More of them delay those that are needed first, and what CTAs exchange."""
 
 OVERLAP, AHEAD = True, 4
-"""Whether a launch may begin while the one before it ends, and chunks that a CTA prefetches into L2 until then.
+"""Flag that a launch may begin while the one before it ends, and number of chunks that a CTA prefetches into L2 until then.
 
 On an H100 at D = 2048 steps of 1 to 16 sequences take 0.6 to 1.3 us less with it, one behind the other in a graph. With 8 chunks,
 those of q and k but for the low-rank factor, most take longer than without.
-"""
-
-PAIRED = False
-"""Whether all CTAs exchange the gated o of 8 to 16 whole sequences in tagged words of two bfloat16 numbers.
-
-On an H100 that takes 0.1 us more at 8 sequences and 2.7 at 16.
 """
 
 RESIDENT_ROWS = 2
@@ -114,8 +108,6 @@ class StepConfig:
     """Flag that the CTAs of a head exchange tagged words, and do not count arrivals."""
     tagged_gated: bool = True
     """Flag that all CTAs exchange the gated o in tagged words."""
-    paired: bool = False
-    """Flag that all CTAs exchange the gated o of whole sequences in tagged words of two bfloat16 numbers, and do not count."""
     overlap: bool = OVERLAP
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
     ahead: int = AHEAD
@@ -153,8 +145,7 @@ class StepConfig:
     def tagged_words(self, rows: int) -> int:
         """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
         exchanged = self.heads * rows * self.exchanged if self.tagged else 0
-        inner = self.heads * self.values
-        return exchanged + rows * (inner + self.ctas if self.tagged_gated else inner // 2 if self.paired else 0)
+        return exchanged + (rows * (self.heads * self.values + self.ctas) if self.tagged_gated else 0)
 
     def operand_blocks(self, columns: int) -> int:
         """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
@@ -258,7 +249,7 @@ def config_of(
         for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
-                return replace(config, flight=min(FLIGHT, stages), resident=resident, paired=PAIRED and by_sequence and tagged)
+                return replace(config, flight=min(FLIGHT, stages), resident=resident)
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
@@ -320,7 +311,6 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,
-        "PAIRED": config.paired,
         "OVERLAP": config.overlap,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,

@@ -99,7 +99,7 @@ def run(given: StepInputs, markers: torch.Tensor | None = None) -> tuple[torch.T
     final = x.new_empty(state, dtype=torch.float32)
     exchange = None if config.tagged else x.new_empty(config.heads * rows * config.exchanged, dtype=torch.float32)
     squares = None if config.tagged_gated or config.by_sequence else x.new_empty(rows * config.ctas, dtype=torch.float32)
-    gated = None if config.tagged_gated or config.paired else x.new_empty(rows, inner)
+    gated = None if config.tagged_gated else x.new_empty(rows, inner)
     words = counters(device, (config.heads + 1) * _LINE + cdiv(config.tagged_words(rows), 2))
     key_tile, value_tile, rank_tile = config.tiles
     maps = [chunk_map(config, weight, tile, config.slab) for tile in (key_tile, value_tile, rank_tile)]

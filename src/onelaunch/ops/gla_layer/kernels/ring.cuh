@@ -6,7 +6,7 @@
 //            states is contiguous in memory and in the buffer.
 // Words      what CTAs exchange is tagged where it is small: a word of zero has not been written yet, so that the poll is the read, and no
 //            fence and no counter stands between them. tagged() gives a zero the smallest subnormal number. All words are zero again at
-//            the end of a launch. Larger exchanges count arrivals. Gated o may also be words of two bfloat16 numbers (PAIRED).
+//            the end of a launch. Larger exchanges count arrivals.
 // Time-out   no wait is unbounded. After TIMEOUT_CYCLES (about two seconds) a wait traps, so that a CTA that never comes gives a CUDA error
 //            and not a hung GPU. A cooperative launch has all its CTAs resident, so this only happens if memory is corrupted.
 #pragma once
@@ -36,8 +36,7 @@ constexpr int RANK_PADDED = PER_HEAD ? 0 : divided(RANK, 4) * 4, EXCHANGED_V = 2
 constexpr int EXCHANGED = EXCHANGED_V + (BY_SEQUENCE ? 2 * VALUES : 0), INNER = HEADS * VALUES;
 constexpr int COUNTER_WORDS = 32 * (HEADS + 1);  // 128 bytes for each counter
 // Words of a row of gated o that are polled, with those of the sums of squares; none if CTAs count arrivals.
-constexpr int GATED_WORDS = TAGGED_GATED ? INNER + CTAS : PAIRED ? INNER / 2 : 0;
-static_assert(!PAIRED || (TAGGED && BY_SEQUENCE && BOXED && !TAGGED_GATED), "final numbers in bfloat16, in boxes");
+constexpr int GATED_WORDS = TAGGED_GATED ? INNER + CTAS : 0;
 
 // An operand, the rows of x or of the gated o, in shared memory: either padded rows, or boxes that TMA has stored as those of weights, with
 // all blocks of 64 columns one after another.
@@ -102,10 +101,6 @@ DEVICE void spin_until(Ready ready) {
 // Tagged words: never zero, so that a word of zero is one that has not been written. Polled four or one at a time.
 DEVICE u32 tagged(float v) {
   const u32 bits = float_as_uint(v);
-  return bits ? bits : 1;
-}
-DEVICE u32 tagged_pair(float low, float high) {
-  const u32 bits = floats_to_bf16x2(low, high);
   return bits ? bits : 1;
 }
 DEVICE bool complete(const uint4& v) { return v.x && v.y && v.z && v.w; }

@@ -157,7 +157,7 @@ DEVICE void publish_sequences(Consumer& c, int first, int count) {
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) squares += shfl_xor(squares, mask);
     const float scale = rsqrt_approx(squares * (1.0f / VALUES) + c.a.eps);
-    u32* to = (PAIRED ? (u32*)gated_words(c) : (u32*)c.a.gated) + ((long long)sequence_at(c, first + i) * HEADS + c.head) * VALUES / 2;
+    u32* to = (u32*)c.a.gated + ((long long)sequence_at(c, first + i) * HEADS + c.head) * VALUES / 2;
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
       const int value = (j * 32 + c.lane) * 2;
@@ -165,10 +165,7 @@ DEVICE void publish_sequences(Consumer& c, int first, int count) {
       float v[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) v[k] = o[j][k] * scale * norm_weight(c, value + k) * silu(gates[value + k]);
-      if constexpr (PAIRED)
-        store_relaxed(to + value / 2, tagged_pair(v[0], v[1]));
-      else
-        to[value / 2] = floats_to_bf16x2(v[0], v[1]);
+      to[value / 2] = floats_to_bf16x2(v[0], v[1]);
     }
   }
 }

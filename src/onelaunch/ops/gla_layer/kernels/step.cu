@@ -282,10 +282,9 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     c.mark(2);
     Held held;
     const int last = run_sequences(c, held);
-    if constexpr (!PAIRED) c.arrive(HEADS);
+    c.arrive(HEADS);
     c.mark(5);
-    if constexpr (PAIRED) store_held(c, last, held);  // no release waits for these stores
-    multiply_output(c, maps, [&] { if (!PAIRED) store_held(c, last, held); });
+    multiply_output(c, maps, [&] { store_held(c, last, held); });
   } else {
     State state;
     int stored_from = 0;

@@ -3,8 +3,8 @@
 // By values, publish_gated() multiplies o by the norm's weight and silu(gate), and publishes it with the sum of o's squares in each CTA. The
 // norm of a head needs all its CTAs, so the division by it is left to those who read the operand. A few rows are published as tagged words
 // in float32 (TAGGED_GATED), which the readers poll; more of them in bfloat16 before a grid barrier. By sequences, a CTA publishes
-// the normalized o itself (sequences.cuh), and TMA copies the operand; with PAIRED it is tagged words of two numbers, which readers poll. A CTA then multiplies whole rows of the output weight, so
-// that sums are complete and in a fixed order.
+// the normalized o itself (sequences.cuh), and TMA copies the operand. A CTA then multiplies whole rows of the output weight, so that sums
+// are complete and in a fixed order.
 #pragma once
 
 DEVICE float* gated_words(const Consumer& c) { return (float*)(c.a.counters + COUNTER_WORDS) + (long long)HEADS * c.a.rows * EXCHANGED; }
@@ -108,16 +108,7 @@ DEVICE uint4 finish_eight(const Consumer& c, const Eight& v, int row, int column
 DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
   auto scale_of = [&](int row, int column) { return c.s.queries_keys[row * HEADS + column / VALUES]; };
   auto prepare = [&] { if (slab == 0) make_norms(c); };
-  if constexpr (PAIRED) {
-    // A thread polls the last row of its columns before it reads all rows: polls of all of them by all CTAs would fill L2's bandwidth.
-    auto load = [&](int row, int column) { return load_relaxed((const uint4*)(gated_words(c) + (row * INNER + column) / 2)); };
-    const int column = slab * OUT_SLAB + c.thread % (OUT_SLAB / 8) * 8;
-    if (column < INNER) {
-      uint4 last[1] = {load(c.a.rows - 1, column)};
-      await_words(last, [](int) { return true; }, [&](int) { return load(c.a.rows - 1, column); });
-    }
-    stage_operand<OUT_SLAB, INNER, true, uint4>(c, slab, load, [] {}, [](const uint4& v, int, int) { return v; });
-  } else if constexpr (BY_SEQUENCE && BOXED) {
+  if constexpr (BY_SEQUENCE && BOXED) {
     if (slab > 0) c.sync();
     if (c.thread == 0) {
       if (slab == 0) {
@@ -155,7 +146,7 @@ DEVICE void multiply_output(Consumer& c, const Maps& maps, Read read) {
       if (c.thread == 0) mbarrier_arrive(c.s.read);
       read();
     };
-    if constexpr (!BY_SEQUENCE || PAIRED) note();
+    if constexpr (!BY_SEQUENCE) note();
     if (BY_SEQUENCE && slab == 0) Boxes<OUT_SLAB>::await(c, 1);
     if (slab == 0) c.mark(6);
 #pragma unroll 1
