@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from onelaunch.launch.planned import forget_plans
 from onelaunch.ops import gla_layer
 from onelaunch.ops.gla_layer import configure_step, launch_step
 from onelaunch.ops.gla_layer.launch_step import StepInputs
@@ -77,8 +80,28 @@ def test_streams_may_run_at_the_same_time(device):
             assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
 
 
+@contextmanager
+def configured(**fields: Any) -> Iterator[None]:
+    """Replace fields of all configurations, whatever the defaults are. Plans that were made with others are forgotten."""
+
+    def replaced(*given: Any, **options: Any) -> Any:
+        return replace(configure_step.config_of(*given, **options), **fields)  # pyrefly: ignore[bad-argument-type]
+
+    with pytest.MonkeyPatch.context() as local:
+        local.setattr(launch_step, "config_of", replaced)
+        forget_plans()
+        try:
+            yield
+        finally:
+            forget_plans()
+
+
+ALONE = {"overlap": False, "resident": 1}
+"""Fields of a configuration whose launches begin when the one before has ended."""
+
+
 @pytest.mark.parametrize("resident", [1, 2])
-def test_launches_that_overlap_give_the_same_bits(resident, device, monkeypatch):
+def test_launches_that_overlap_give_the_same_bits(resident, device):
     """Each launch takes its x, its state and one of its weights from the one before, as Python calls them and in a graph."""
     arguments = given_on(device, **CASES["2_sequences"])
 
@@ -91,19 +114,17 @@ def test_launches_that_overlap_give_the_same_bits(resident, device, monkeypatch)
             given["w_out"] = given["w_out"] + out[0, 0, 0]
         return found
 
-    def overlapping(*given: Any, **options: Any) -> Any:
-        return replace(configure_step.config_of(*given, **options), overlap=True, resident=resident)  # pyrefly: ignore[bad-argument-type]
-
-    expected = steps()
-    monkeypatch.setattr(launch_step, "config_of", overlapping)
-    for _ in range(20):
-        assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = steps()
-    for _ in range(20):
-        graph.replay()
-        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+    with configured(**ALONE):
+        expected = steps()
+    with configured(overlap=True, resident=resident):
+        for _ in range(20):
+            assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = steps()
+        for _ in range(20):
+            graph.replay()
+            assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
 
 
 @pytest.mark.parametrize("priorities", [(0, 0), (0, -1)], ids=["equal", "unequal"])
@@ -122,7 +143,8 @@ def test_chains_of_overlapping_launches_on_several_streams_end(name, priorities,
             out, given["initial_state"] = gla_layer(**given, variant="one_launch")
         return [out, given["initial_state"]]
 
-    expected, graphs = [chain(call) for call in calls], []
+    with configured(**ALONE):
+        expected, graphs = [chain(call) for call in calls], []
     torch.cuda.synchronize(device)
     streams = [torch.cuda.Stream(device, priority=priority) for priority in priorities]
     matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
@@ -163,9 +185,10 @@ def test_a_replay_follows_writes_of_other_kernels_between_launches(device):
         return found
 
     expected = []
-    for other in fresh:
-        expected += 2 * gla_layer(**(arguments | {name: other[name] for name in names}), variant="one_launch")
-        torch.cuda.synchronize(device)
+    with configured(**ALONE):
+        for other in fresh:
+            expected += 2 * gla_layer(**(arguments | {name: other[name] for name in names}), variant="one_launch")
+            torch.cuda.synchronize(device)
     steps()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
