@@ -12,8 +12,10 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -134,6 +136,68 @@ def found_races(kernel: ctypes.CDLL, binary: Path) -> list[str]:
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         found.append(f"{kind}: {' '.join(lines)}")
     return found
+
+
+class HostLaunch(ABC):
+    """Base of stand-ins for ``CudaLaunch`` that run a kernel of few rows on the CPU.
+
+    Attributes:
+        folder: Folder of the libraries.
+        options: Arguments of :func:`library_of`: ``watched`` and ``change``.
+        seed: Seed of the delays of CTAs, warps and copies.
+        launched: Configurations of the launches.
+        races: Races that watched launches have found.
+        strict: Flag that a launch must end.
+        sweeps: Sweeps of the emulated scheduler over all threads after which a launch counts as hanging.
+    """
+
+    name: ClassVar[str]
+    """Name of the library."""
+    program: ClassVar[Path]
+    """C++ file with the function ``run`` that launches the kernel."""
+    folder: Path
+    options: dict[str, Any]
+    seed, strict, sweeps = 1, True, 1_000_000
+    launched: list[Any]
+    races: list[str]
+
+    def __init__(self, config: Any, device: torch.device, grid: tuple[int, int, int], *arguments: Any) -> None:
+        assert device.type == "cpu"
+        self.config, self.ctas, self.arguments = config, grid[0], arguments
+
+    @classmethod
+    def fresh(cls, folder: Path, **options: Any) -> Any:
+        """Return a subclass with lists of its own, for one test."""
+        return type("Launches", (cls,), {"folder": folder, "options": options, "launched": [], "races": []})
+
+    @staticmethod
+    @abstractmethod
+    def source_of(config: Any) -> Any:
+        """Return the source of the kernel of a configuration."""
+
+    @abstractmethod
+    def call(self, run: Any, pointers: Any, tensors: Sequence[torch.Tensor | None], numbers: Sequence[Any]) -> bool:
+        """Call ``run`` of the library, and return whether the launch ended.
+
+        Args:
+            run: The function.
+            pointers: Addresses of the launch's tensors.
+            tensors: These tensors.
+            numbers: The other arguments of the launch.
+        """
+
+    def run(self) -> None:
+        """Launch, and require that the launch ended, if ``strict``."""
+        host, code = type(self), self.source_of(self.config)
+        files = {**dict(code.headers), code.name: code.text, "run.cpp": self.program.read_text()}
+        binary = library_of(self.name, files, self.folder, **{"watched": False, "change": None, **self.options})
+        kernel, tensors = ctypes.CDLL(str(binary)), self.arguments[:7]
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
+        ended = self.call(kernel.run, pointers, tensors, self.arguments[7:])
+        assert ended or not host.strict, "the launch did not end"
+        host.launched.append(self.config)
+        if self.options.get("watched"):
+            host.races += found_races(kernel, binary)
 
 
 class HostKernel:

@@ -6,6 +6,7 @@ The emulated GPU is that of ``tests/decode/host``. :func:`use_host` lets the lau
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +14,28 @@ import torch
 
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.ops.output_chain import configure_few_rows, launch_few_rows
-from tests.decode.host_machine import found_races, library_of
+from tests.decode.host_machine import HostLaunch
 
 
-def build(
-    config: configure_few_rows.FewRowsConfig, folder: Path, *, watched: bool = False, change: tuple[str, str] | None = None
-) -> Path:
-    """Compile the kernel of a configuration into a shared library, once per content, and return the library's path.
+class Launch(HostLaunch):
+    """Stand-in for the launches of ``output_chain``."""
 
-    ``change`` is a string that occurs exactly once in the source files, and its replacement.
-    """
-    code = configure_few_rows.source_of(config)
-    files = {**dict(code.headers), "few_rows.cu": code.text, "run.cpp": Path(__file__).with_suffix(".cpp").read_text()}
-    return library_of("few-rows", files, folder, watched=watched, change=change)
+    name, program = "few-rows", Path(__file__).with_suffix(".cpp")
+    source_of = staticmethod(configure_few_rows.source_of)
 
-
-class HostLaunch:
-    """Stand-in for ``CudaLaunch`` that runs the kernel on the CPU.
-
-    Attributes:
-        options: Arguments of :func:`build`.
-        seed: Seed of the delays of CTAs, warps and copies.
-        launched: Configurations of the launches.
-        races: Races that watched launches have found.
-        strict: Flag that a launch must end.
-        sweeps: Sweeps of the emulated scheduler over all threads after which a launch counts as hanging.
-    """
-
-    folder: Path
-    options: dict[str, Any]
-    seed, strict, sweeps = 1, True, 1_000_000
-    launched: list[configure_few_rows.FewRowsConfig]
-    races: list[str]
-
-    def __init__(
-        self, config: configure_few_rows.FewRowsConfig, device: torch.device, grid: tuple[int, int, int], *arguments: Any
-    ):
-        assert device.type == "cpu"
-        self.config, self.ctas, self.arguments = config, grid[0], arguments
-
-    def run(self) -> None:
-        """Launch, and require that the launch ended, if ``strict``."""
-        host, binary = type(self), build(self.config, self.folder, **self.options)
-        kernel = ctypes.CDLL(str(binary))
-        tensors, (rows, columns, *pitches, eps) = self.arguments[:7], self.arguments[7:]
-        pointers = (ctypes.c_void_p * len(tensors))(*(None if each is None else each.data_ptr() for each in tensors))
-        long = ctypes.c_longlong
-        ended = kernel.run(
-            pointers, rows, columns, *map(long, pitches), ctypes.c_float(eps), self.ctas, self.config.shared_bytes, host.seed,
-            long(host.sweeps),
+    def call(self, run: Any, pointers: Any, tensors: Sequence[torch.Tensor | None], numbers: Sequence[Any]) -> bool:
+        (rows, columns, *pitches, eps), long = numbers, ctypes.c_longlong
+        return bool(
+            run(
+                pointers, rows, columns, *map(long, pitches), ctypes.c_float(eps), self.ctas, self.config.shared_bytes, self.seed,
+                long(self.sweeps),
+            )
         )  # fmt: skip
-        assert ended or not host.strict, "the launch did not end"
-        host.launched.append(self.config)
-        if self.options.get("watched"):
-            host.races += found_races(kernel, binary)
 
 
-def use_host(monkeypatch: Any, folder: Path, sms: int, **options: Any) -> type[HostLaunch]:
+def use_host(monkeypatch: Any, folder: Path, sms: int, **options: Any) -> type[Launch]:
     """Let ``launch_few_rows`` run its launches on the CPU, for a device with ``sms`` SMs; return the class of its launches."""
-    host = type("Launches", (HostLaunch,), {"folder": folder, "options": options, "launched": [], "races": []})
+    host = Launch.fresh(folder, **options)
     for name, value in {
         "CudaLaunch": host,
         "kernel_of": lambda config: config,
