@@ -91,7 +91,7 @@ def host_map(
 ) -> tuple[int, ...]:
     """Return the arguments of a tensor map as ``gla_layer_step_host.cpp`` reads them."""
     assert dtype is torch.bfloat16
-    assert (box[0], swizzle) in {(64, 128), (256, 0)}
+    assert (box[0], swizzle) == (64, 128)
     return (address, *strides, *sizes, *box)
 
 

@@ -224,16 +224,13 @@ def test_rows_of_too_many_columns_are_refused():
     assert "16777216 columns" in (LINEAR_RNN.get(VARIANT).why_not(LINEAR_RNN.query(case, "cpu", grad=False)) or "")
 
 
-def test_auto_may_take_it():
-    """``tests/test_measured_choices.py`` asserts that ``auto`` takes it where a study has measured that it is the fastest."""
-    assert LINEAR_RNN.get(VARIANT).capabilities.automatic
-
-
-@pytest.mark.parametrize(("rows", "taken"), [(1, VARIANT), (4, VARIANT), (16, "compiled")])
-def test_auto_prefers_it_to_an_equally_fast_variant_that_compiles_anew_for_other_sizes(rows, taken, monkeypatch):
+@pytest.mark.parametrize(
+    ("batch", "length", "taken"), [(1, 1, VARIANT), (4, 1, VARIANT), (16, 1, "compiled"), (1, 16, VARIANT), (4, 4, VARIANT)]
+)
+def test_auto_prefers_it_to_an_equally_fast_variant_that_compiles_anew_for_other_sizes(batch, length, taken, monkeypatch):
     """The package's table for an H100 has times of D = V = 2048: 7.92 and 7.945 us at 1 row, 8.234 and 8.049 at 4."""
     device = pretend(HOPPERS["H100"], monkeypatch)
-    case = LINEAR_RNN.case("bfloat16", B=rows, T=1, D=2048, V=2048, **STATES)
+    case = LINEAR_RNN.case("bfloat16", B=batch, T=length, D=2048, V=2048, **STATES)
     found = dispatch.choose(LINEAR_RNN.query(case, device, grad=False)).name
     monkeypatch.undo()
     forget()
