@@ -317,7 +317,7 @@ def collectives_of(group: Any, size: int, device: torch.device) -> Collectives:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """Return whether a tensor is an ordinary one or a parameter, and not of a subclass, as fake tensors are on all ranks alike."""
+    """Return whether a tensor is a plain one or a parameter. Fake tensors are of a subclass, which then is so on all ranks."""
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
