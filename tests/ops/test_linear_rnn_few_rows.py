@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch import dispatch
 from onelaunch.errors import VariantUnsupported
 from onelaunch.launch import workspace
 from onelaunch.ops import linear_rnn
@@ -20,7 +19,6 @@ from onelaunch.ops.linear_rnn.configure_few_rows import MOST_ROWS, config_of
 from onelaunch.workbench.verify import Judge, judge_outputs, run_probes
 from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
-from tests.devices import HOPPERS, forget, pretend
 from tests.ops.cases import (
     LINEAR_RNN,
     NO_STATES,
@@ -224,17 +222,8 @@ def test_rows_of_too_many_columns_are_refused():
     assert "16777216 columns" in (LINEAR_RNN.get(VARIANT).why_not(LINEAR_RNN.query(case, "cpu", grad=False)) or "")
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "taken"), [(1, 1, VARIANT), (4, 1, VARIANT), (16, 1, "compiled"), (1, 16, VARIANT), (4, 4, VARIANT)]
-)
-def test_auto_prefers_it_to_an_equally_fast_variant_that_compiles_anew_for_other_sizes(batch, length, taken, monkeypatch):
-    """The package's table for an H100 has times of D = V = 2048: 7.92 and 7.945 us at 1 row, 8.234 and 8.049 at 4."""
-    device = pretend(HOPPERS["H100"], monkeypatch)
-    case = LINEAR_RNN.case("bfloat16", B=batch, T=length, D=2048, V=2048, **STATES)
-    found = dispatch.choose(LINEAR_RNN.query(case, device, grad=False)).name
-    monkeypatch.undo()
-    forget()
-    assert found == taken
+def test_auto_does_not_take_it_before_all_its_kernels_have_run_on_a_gpu():
+    assert not LINEAR_RNN.get(VARIANT).capabilities.automatic
 
 
 @pytest.mark.parametrize("size", [2, 4])

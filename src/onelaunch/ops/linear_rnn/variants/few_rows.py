@@ -1,7 +1,8 @@
 """The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton, and in CUDA for Hopper.
 
-The kernel for Hopper is for at most 16 rows in bfloat16. On an H100 the one in Triton is 1.06 to 1.8 times as fast as two
-launches, and with 4 to 64 sequences slower than ``compiled`` (study ``040-decoding-step`` at c521f76d).
+The kernel for Hopper is for at most 16 rows in bfloat16. The variant is marked experimental, so that ``auto`` never takes it: its
+kernels for a weight stored by columns, as ``nn.LinearRNN`` has it, have not run on a GPU. With a weight stored by rows the kernel
+in Triton was 1.06 to 1.8 times as fast as two launches on an H100 (docs/notebook/linear_rnn.md).
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here all
 three; ``cost.py`` reads it. ``gemm`` says how the product is made, and ``partial_sums`` that parts of it may be summed through
@@ -35,7 +36,7 @@ def run_few_rows(layer: Layer) -> Results:
 
 @linear_rnn.variant(
     "fused_few_rows", compiles=True, launches=1, fuses=("projection", "scan", "gate"), gemm="triton", partial_sums=True,
-    backward=False,
+    backward=False, experimental=True,
 )  # fmt: skip
 def fused_few_rows(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one launch for at most 64 rows B T, as in decoding: every CTA has all rows and loads its slice of the weight at once.
