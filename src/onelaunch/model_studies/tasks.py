@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from onelaunch.cuda import no_garbage_collection
 from onelaunch.model_studies.build import Trainer, plain_loss, random_rows, why_not
 from onelaunch.model_studies.declare import Activity, LanguageModel, ModelStudy
 from onelaunch.model_studies.result import Alone, GradientError, Gradients, Key, Missing, Timed
 from onelaunch.wording import in_a_line
+from onelaunch.workbench import stats
 from onelaunch.workbench.measure.cores import one_core
+from onelaunch.workbench.measure.garbage import passing_over
+from onelaunch.workbench.measure.rounds import STEADY, by_turns, order
 from onelaunch.workbench.result import Status
 
 WARM_UP = 2
@@ -34,6 +39,16 @@ at 350M parameters took from 145 to 287 ms on an H100's host: the A/A noise was 
 
 PROMPT, DECODED = 64, 32
 """Tokens of the prompt of a decoding, and tokens that are decoded and timed after it."""
+
+PART = 4
+"""Tokens in a row that are timed together; a decoding counts as all tokens taking the median time of its parts.
+
+The variants take their parts by turns, so that all see what else the host does then. With a whole decoding at a time, the first
+and the second run of the same model took 13.5 and 16.1 ms a token in the median of 10 rounds on an H100's host.
+"""
+
+MORE_SECONDS = 60.0
+"""Seconds after which no more rounds follow those that were asked for, even if the A/A noise on a GPU is still high."""
 
 
 KINDS = ("alone", "timed", "gradients", "training", "control")
@@ -174,12 +189,17 @@ def _peak(run: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def timed(model: LanguageModel, activity: Activity, rounds: int, device: torch.device) -> Timed:
-    """Time all variants in turn: in each round each of them once, and the first one twice, in rotating order.
+    """Time all variants in turn: in each round each of them once, and the first one twice.
 
-    On a GPU the threads of this process stay on one core meanwhile, as in calls from Python that studies of variants time.
+    The order rotates and reverses from round to round. If it rotated alone, the first run of the first variant would mostly come
+    right after its second one, and no other run after one of its own variant.
+
+    On a GPU the threads of this process stay on one core meanwhile, as in calls from Python that studies of variants time, and
+    more rounds follow while the A/A noise is high. Garbage is collected in between alone: one collection takes as long as several
+    tokens, and would charge one run with the garbage of all.
     """
     missing: dict[str, Missing] = {}
-    runs: dict[str, Callable[[], float]] = {}
+    runs: dict[str, Callable[[], Iterator[float | None]]] = {}
     rows = random_rows(model, device)
     for variant in model.names:
         if (why := absent(model, variant, device)) is not None:
@@ -188,20 +208,14 @@ def timed(model: LanguageModel, activity: Activity, rounds: int, device: torch.d
         try:
             run = _activity(Trainer(model, variant, device), activity, rows)
             for _ in range(WARM_UP):
-                run()
+                for _ in run():
+                    pass
             runs[variant] = run
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the variant's status
             missing[variant] = failure(error)
     if not runs:
         return Timed(model=model.name, activity=activity, missing=missing)
-    order = [*runs, ""]  # the empty name stands for the second run of the first variant
-    first = order[0]
-    times: dict[str, list[float]] = {name: [] for name in order}
-    for index in range(rounds):
-        turn = index % len(order)
-        with one_core() if device.type == "cuda" else nullcontext():
-            for name in (*order[turn:], *order[:turn]):
-                times[name].append(1e6 * runs[name or first]())
+    times = _in_turn(runs, rounds, device)
     return Timed(
         model=model.name,
         activity=activity,
@@ -211,8 +225,32 @@ def timed(model: LanguageModel, activity: Activity, rounds: int, device: torch.d
     )
 
 
-def _activity(trainer: Trainer, activity: Activity, rows: torch.Tensor) -> Callable[[], float]:
-    """Return a function that runs a few steps of an activity and returns the seconds of one."""
+def _in_turn(
+    runs: Mapping[str, Callable[[], Iterator[float | None]]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the microseconds of each run in each round, by name; the empty name stands for a second run of the first one."""
+    first = next(iter(runs))
+    names = (*runs, "")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    began = time.perf_counter()
+    with passing_over():
+        for index in itertools.count():
+            if index >= rounds and (time.perf_counter() - began > MORE_SECONDS or not _is_unsteady(times, first, device)):
+                return times
+            with one_core() if device.type == "cuda" else nullcontext(), no_garbage_collection():
+                found = by_turns({name: runs[name or first]() for name in order(names, index)})
+            for name, seconds in found.items():
+                times[name].append(1e6 * cast("float", seconds))
+    return times
+
+
+def _is_unsteady(times: Mapping[str, Sequence[float]], first: str, device: torch.device) -> bool:
+    """Return whether the A/A noise on a GPU is so high that studies of variants would take more rounds of calls from Python."""
+    return device.type == "cuda" and stats.noise_floor(stats.ratio(times[""], times[first])) > STEADY
+
+
+def _activity(trainer: Trainer, activity: Activity, rows: torch.Tensor) -> Callable[[], Iterator[float | None]]:
+    """Return a function that runs a few steps of an activity. It yields ``None`` after each part, and then the seconds of one."""
     trainer.module.train(activity == "training")
     if activity != "training":
         trainer.optimizer.state.clear()
@@ -220,30 +258,39 @@ def _activity(trainer: Trainer, activity: Activity, rows: torch.Tensor) -> Calla
         return lambda: _decode(trainer, rows[:1, :PROMPT])
     more = {} if trainer.variant == "layers" or activity == "training" else {"use_cache": False}
 
-    def run() -> float:
-        wait_for(trainer.device)
-        begin = time.perf_counter()
+    def run() -> Iterator[float | None]:
+        begin = _begin(trainer.device)
         for _ in range(STEPS):
             if activity == "training":
                 trainer.step(rows)
             else:
                 trainer.logits(rows, **more)
         wait_for(trainer.device)
-        return (time.perf_counter() - begin) / STEPS
+        yield (time.perf_counter() - begin) / STEPS
 
     return run
 
 
-def _decode(trainer: Trainer, prompt: torch.Tensor) -> float:
-    """Decode :data:`DECODED` tokens greedily after a prompt, and return the seconds of one."""
+def _decode(trainer: Trainer, prompt: torch.Tensor) -> Iterator[float | None]:
+    """Decode :data:`DECODED` tokens greedily after a prompt; yield ``None`` after each part, and then the seconds of one."""
     out = trainer.logits(prompt, use_cache=True)
-    wait_for(trainer.device)
-    begin = time.perf_counter()
-    for _ in range(DECODED):
-        token = out.logits[:, -1:].argmax(-1)
-        out = trainer.logits(token, past_key_values=out.past_key_values, use_cache=True)
-    wait_for(trainer.device)
-    return (time.perf_counter() - begin) / DECODED
+    timed = []
+    for _ in range(DECODED // PART):
+        begin = _begin(trainer.device)
+        for _ in range(PART):
+            token = out.logits[:, -1:].argmax(-1)
+            out = trainer.logits(token, past_key_values=out.past_key_values, use_cache=True)
+        wait_for(trainer.device)
+        timed.append((time.perf_counter() - begin) / PART)
+        yield None
+    yield statistics.median(timed)
+
+
+def _begin(device: torch.device) -> float:
+    """Collect garbage, wait until the device has finished all work, and return the time."""
+    gc.collect()
+    wait_for(device)
+    return time.perf_counter()
 
 
 def gradients(model: LanguageModel, device: torch.device, seed: int = 0) -> Gradients:

@@ -1,6 +1,7 @@
 """Collection of garbage between the cases of a run, which keeps the collections within a case short, and after a lack of memory.
 
-``running.py`` calls :func:`collect_garbage` after each case, and ``entry.py`` :func:`free_what_is_held_by`.
+``running.py`` calls :func:`collect_garbage` after each case, and ``entry.py`` :func:`free_what_is_held_by`. Studies of models
+take their times inside of :func:`passing_over`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,6 +26,19 @@ def collect_garbage() -> None:
         torch.compiler.reset()
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def passing_over() -> Iterator[None]:
+    """Collect garbage, and let collections inside pass over all objects that are left."""
+    frozen = gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:  # otherwise it would let every later collection traverse what the caller has frozen
+            gc.unfreeze()
 
 
 def free_what_is_held_by(error: BaseException) -> None:
