@@ -87,6 +87,12 @@ def test_the_matrix_product_alone_is_correct(name):
     assert_ok(judge_control(LINEAR_RNN, case, "gemm_alone", directions=BOTH), LINEAR_RNN, case, "gemm_alone")
 
 
+@pytest.mark.parametrize("name", ["one_step_one_channel", "exactly_a_tile", "bfloat16"])
+def test_reading_the_weight_alone_is_correct(name):
+    case = case_of(LINEAR_RNN, name)
+    assert_ok(judge_control(LINEAR_RNN, case, "weight_alone"), LINEAR_RNN, case, "weight_alone")
+
+
 @pytest.mark.interpret
 @variants_by_case(ONE_LAUNCH, SHORT)
 def test_one_launch_is_correct(variant, name):

@@ -14,9 +14,10 @@ import torch
 from onelaunch.errors import VariantUnsupported
 from onelaunch.launch import workspace
 from onelaunch.ops import linear_rnn
-from onelaunch.ops.linear_rnn import configure_few_rows
+from onelaunch.ops.linear_rnn import configure_few_rows, launch_few_rows
 from onelaunch.ops.linear_rnn.configure_few_rows import MOST_ROWS, config_of
-from onelaunch.workbench.verify import Judge, judge_outputs, run_probes
+from onelaunch.ops.linear_rnn.reference import READ_TILE
+from onelaunch.workbench.verify import Judge, judge_control, judge_outputs, run_probes
 from onelaunch.workbench.verify.calls import Candidate
 from onelaunch.workbench.verify.poison import poisoned
 from tests.ops.cases import (
@@ -81,6 +82,27 @@ def many_parts(monkeypatch):
     config_of.cache_clear()
     yield
     config_of.cache_clear()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("width", "channels"), [(64, 2048), (45, 1030), (1, 1)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_launch_that_reads_the_weight_alone_reads_all_of_it(width, channels, dtype, turned):
+    weight = torch.randn((channels, width) if turned else (width, channels)).to(dtype)
+    weight = weight.mT if turned else weight
+    rows, columns = READ_TILE
+    found = launch_few_rows.weight_alone(weight, rows, columns)
+    expected = [[tile.double().sum() for tile in band.split(columns, 1)] for band in weight.split(rows)]
+    assert found.dtype is dtype
+    torch.testing.assert_close(found, torch.tensor(expected).to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [{"D": 2048, "V": 2048}, {"D": 1000, "V": 1500}], ids=["whole_tiles", "parts_of_tiles"])
+def test_reading_the_weight_alone_is_correct_on_a_gpu(sizes):
+    case = LINEAR_RNN.case("bfloat16", B=1, T=1, **sizes, **STATES)
+    assert_ok(judge_control(LINEAR_RNN, case, "weight_alone", device="cuda"), LINEAR_RNN, case, "weight_alone")
 
 
 @pytest.mark.interpret

@@ -1,7 +1,7 @@
 """Launch of the layer's kernel for few rows: the whole layer, of at most 64 rows B T, in one launch.
 
 ``variants/few_rows.py`` calls :func:`few_rows`, through the operator in ``autograd.py``, which makes a
-:class:`~onelaunch.ops.linear_rnn.launch.Layer`.
+:class:`~onelaunch.ops.linear_rnn.launch.Layer`. ``reference.py`` calls :func:`weight_alone`, which reads the weight alone.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from onelaunch.device.hardware import processors, shared_bytes
-from onelaunch.kernels.common.layout import by_columns, inner_contiguous
+from onelaunch.kernels.common.layout import by_columns, cdiv, inner_contiguous
 from onelaunch.kernels.gemm.choice import mma_with, precision_of
 from onelaunch.launch.launch import Launch, Mma
 from onelaunch.launch.workspace import counters
 from onelaunch.ops.linear_rnn import launch_few_rows_hopper
 from onelaunch.ops.linear_rnn.configure_few_rows import FewRowsConfig, config_of
 from onelaunch.ops.linear_rnn.kernels.few_rows import few_rows_kernel
+from onelaunch.ops.linear_rnn.kernels.read_weight import read_weight_kernel
 from onelaunch.ops.linear_rnn.launch import Layer, Results
 
 _AT_ONCE = 4
@@ -74,3 +75,16 @@ def few_rows(layer: Layer) -> Results:
         mma=Mma.NONE if config.vector else mma_with(layer.x, Mma.SMALL),
     ).run()  # fmt: skip
     return results
+
+
+def weight_alone(weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Read ``weight [D, V]`` in one launch, and return the sums of its tiles, ``[ceil(D / rows), ceil(V / columns)]``."""
+    weight = inner_contiguous(weight)
+    width, channels = weight.shape
+    grid = cdiv(width, rows), cdiv(channels, columns)
+    out = weight.new_empty(grid)
+    Launch(
+        read_weight_kernel, grid, weight, out, width, channels, weight.stride(0),
+        ROWS=rows, COLUMNS=columns, num_warps=16, mma=Mma.NONE,
+    ).run()  # fmt: skip
+    return out

@@ -1,4 +1,4 @@
-"""Oracle of ``linear_rnn``, the inputs that variants are verified on, and its matrix product alone as a control.
+"""Oracle of ``linear_rnn``, the inputs that variants are verified on, and controls: the product alone, and reading the weight.
 
 A control is a part of the operation that studies time in addition; calls are never dispatched to it. The workbench and other
 code that examines an operation's cases call these functions through the operation.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional as F
 
 from onelaunch.operation import Case, Cost, Query, Reading
 from onelaunch.ops.gated_scan.reference import differentiable_of, scan_flags, scan_inputs
@@ -62,3 +63,30 @@ def _gemm_cost(case: Case) -> Cost:
 def gemm_alone(call: LinearRNNCall) -> torch.Tensor:
     """Compute only ``x @ weight``, by PyTorch: the time of the layer if scan and gate were free."""
     return call.project()
+
+
+READ_TILE = 32, 1024
+"""Rows and columns of the tiles of the weight whose sums ``weight_alone`` returns; a CTA reads one."""
+
+
+def _tile_sums(weight: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each tile of the weight, the last ones padded with zeros."""
+    (rows, columns), (width, channels) = READ_TILE, weight.shape
+    whole = F.pad(weight, (0, -channels % columns, 0, -width % rows))
+    return whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).sum((1, 3))
+
+
+def _read_cost(case: Case) -> Cost:
+    elements = case.sizes["D"] * case.sizes["V"]
+    tiles = math.prod(math.ceil(case.sizes[name] / of) for name, of in zip(("D", "V"), READ_TILE, strict=True))
+    return Cost(elements, (elements + tiles) * case.dtype.itemsize, 1, written=tiles * case.dtype.itemsize)
+
+
+@linear_rnn.control("weight_alone", oracle=lambda x, weight, **_: _tile_sums(weight), cost=_read_cost)
+def weight_alone(call: LinearRNNCall) -> torch.Tensor:
+    """Read only the weight, in one launch: the time of a step of few rows if nothing else took any."""
+    if call.weight.device.type != "cuda":
+        return _tile_sums(call.weight.float()).to(call.weight.dtype)
+    from onelaunch.ops.linear_rnn import launch_few_rows  # the module imports Triton, which is an optional dependency
+
+    return launch_few_rows.weight_alone(call.weight, *READ_TILE)
