@@ -149,6 +149,25 @@ def test_the_explanation_names_a_variant_that_is_known_to_be_faster(table, scale
     assert [each.variant for each in dispatch.explain(query()).faster] == ["elsewhere"]
 
 
+def test_auto_leaves_a_variant_out_for_calls_that_run_it_only_by_name(table, scale, prose):
+    """Near calls were measured at which it is faster."""
+    table({8: {"loop": 1.0, "vector": 2.0}})
+    scale.get("loop").by_name_where(lambda query: "takes longer with more than 8 numbers" if query.sizes[0] > 8 else None)
+    assert [dispatch.choose(query(n)).name for n in (8, 9)] == ["loop", "vector"]
+    assert torch.equal(scale(torch.ones(9), variant="loop"), torch.full((9,), 2.0))
+    answer = dispatch.explain(query(9))
+    assert {each.variant: each.held_back for each in answer.standings}["loop"] == "takes longer with more than 8 numbers"
+    prose(answer.because, mask={re.escape(hardware.describe("cpu").name): "<device>"})
+
+
+@pytest.mark.parametrize("answer", [lambda: 1 // 0, lambda: 3, lambda: ""], ids=["raises", "number", "empty"])
+def test_a_predicate_of_what_runs_only_by_name_that_fails_leaves_the_variant_out(answer, table, scale, prose):
+    table({8: {"loop": 1.0, "vector": 2.0}})
+    scale.get("loop").by_name_where(lambda query: answer())
+    assert dispatch.choose(query()).name == "vector"
+    prose(scale.get("loop").why_by_name(query()))
+
+
 def test_a_named_variant_runs(scale):
     assert torch.equal(scale(torch.ones(3), variant="no_backward"), torch.full((3,), 2.0))
 

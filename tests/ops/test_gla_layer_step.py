@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from onelaunch import dispatch
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
 from onelaunch.errors import VariantUnsupported
 from onelaunch.operation import Query
@@ -31,6 +32,7 @@ from onelaunch.ops.gla_layer.variants import one_launch
 from onelaunch.workbench.verify import judge
 from onelaunch.workbench.verify.poison import poisoned
 from tests.decode.host_machine import needs_compiler, needs_watch
+from tests.devices import HOPPERS, forget, pretend
 from tests.ops.cases import assert_ok
 from tests.ops.gla_layer_cases import GLA_LAYER
 from tests.ops.gla_layer_step_host import use_host
@@ -263,8 +265,58 @@ def test_without_a_hopper_gpu_and_with_gradients_it_is_refused(prose):
     prose(VARIANT.why_not(query()._replace(grad=True)))
 
 
-def test_auto_does_not_choose_it_before_its_probes_have_run_on_a_gpu():
-    assert VARIANT.capabilities.experimental
+@pytest.fixture(params=["H20", "H100 PCIe", "H100", "H200", "all SMs"])
+def hopper(request, monkeypatch):
+    """Name of a pretended Hopper GPU for queries. The package has tables of an H100 and an H200, the latter without it."""
+    yield pretend(HOPPERS[request.param], monkeypatch)
+    monkeypatch.undo()
+    forget()
+
+
+MODELS = {
+    "measured": {"D": 2048, "H": 16, "K": 128, "V": 128},
+    "narrow": {"D": 1024, "H": 8, "K": 128, "V": 128},
+    "wide": {"D": 4096, "H": 32, "K": 128, "V": 128},
+    "large_heads": {"D": 2048, "H": 8, "K": 256, "V": 256},
+}
+
+
+def taken_by(device: str, batch: int, length: int, **sizes: Any) -> str:
+    """Return the name of the variant that ``auto`` takes for a call from a state into a state in bfloat16."""
+    case = GLA_LAYER.case("bfloat16", B=batch, T=length, **(MODELS["measured"] | STATES | sizes))
+    return dispatch.choose(GLA_LAYER.query(case, device, grad=False)).name
+
+
+@pytest.mark.parametrize("hopper", ["H100"], indirect=True)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (1, 4), (1, 16), (4, 4)])
+def test_auto_takes_it_where_it_was_measured_to_be_the_fastest(batch, length, hopper):
+    assert taken_by(hopper, batch, length) == "one_launch"
+    assert taken_by(hopper, 1, 1, decay_per="head") == "one_launch"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("decay_per", ["channel", "head"])
+@pytest.mark.parametrize("states", [True, False])
+def test_auto_takes_it_for_no_more_rows_than_it_pays(states, decay_per, model, hopper):
+    """The nearest measured call may be one of few rows, at which it is faster."""
+    options = {**MODELS[model], "decay_per": decay_per, "initial_state": states, "final_state": states}
+    calls = [(33, 1), (64, 1), (1, 17), (1, 32), (2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (1, 64)]
+    assert "one_launch" not in {taken_by(hopper, batch, length, **options) for batch, length in calls}
+
+
+@pytest.mark.parametrize("hopper", ["H100"], indirect=True)
+def test_auto_does_not_take_it_for_decays_of_a_high_rank(hopper):
+    """By name such a call runs if shared memory has room, which the dispatch key does not tell."""
+    assert taken_by(hopper, 1, 1, rank=16) == "one_launch"
+    assert taken_by(hopper, 1, 1, rank=17) != "one_launch"
+    case = GLA_LAYER.case("bfloat16", B=1, T=1, **MODELS["measured"], rank=17, **STATES)
+    assert VARIANT.why_not(GLA_LAYER.query(case, hopper, grad=False)) is None
+
+
+@pytest.mark.parametrize("sizes", [{"B": 33}, {"T": 17}, {"flags": ("high_rank",)}], ids=["rows", "steps", "rank"])
+def test_the_reason_why_auto_leaves_it_out_names_the_limit(sizes, prose):
+    prose(VARIANT.why_by_name(query(**sizes)))
+    assert VARIANT.why_by_name(query()) is None
 
 
 def test_a_rank_that_leaves_too_little_shared_memory_is_refused():

@@ -133,9 +133,9 @@ def is_trusted(variant: Variant, query: Query) -> bool:
 def held_back(variant: Variant, query: Query, measured: Measured | None) -> str | None:
     """Return why ``auto`` leaves out a variant that can run a call, as a predicate that completes "it ...", or ``None``.
 
-    Variants of the operation's own package are tested on its probes there, and the operation may prefer others by name. Every
-    other variant must have been measured near the call in a run in which it passed the probes, or at exactly the call's sizes and
-    flags.
+    A variant may say so itself (:meth:`Variant.by_name_where`). Variants of the operation's own package are tested on its probes
+    there, and the operation may prefer others by name. Every other variant must have been measured near the call in a run in
+    which it passed the probes, or at exactly the call's sizes and flags.
 
     Args:
         variant: Variant that can run the call.
@@ -144,6 +144,8 @@ def held_back(variant: Variant, query: Query, measured: Measured | None) -> str 
     """
     if not variant.capabilities.automatic:
         return "runs only by name"
+    if (reason := variant.why_by_name(query)) is not None:
+        return reason
     operation = variant.operation
     if is_trusted(variant, query):
         return None

@@ -41,7 +41,7 @@ class Standing:
     times_slower: float | None
     """Ratio of this time to that of the fastest measured variant that can run."""
     held_back: str | None = None
-    """Reason why ``auto`` leaves out a variant of another package that can run the call; ``None`` if it does not."""
+    """Reason why ``auto`` leaves out a variant that can run the call, such as one of another package; ``None`` if it does not."""
 
 
 @dataclass(frozen=True)

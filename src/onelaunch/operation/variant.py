@@ -185,6 +185,7 @@ class Variant:
         self.latest: Query | None = None
         """Query of the latest checked call: comparing its identity saves a look-up in ``confirmed``."""
         self._supports: list[Callable[[Query], str | None]] = []
+        self._by_name: list[Callable[[Query], str | None]] = []
         self._slower: list[tuple[str, Callable[[Query], str | None]]] = []
         self._kernels: Callable[[str], Iterable[Build]] | None = None
         self._examples: Callable[[], Iterable[Example]] | None = None
@@ -283,14 +284,23 @@ class Variant:
         """
         if query.grad and not self.capabilities.backward:
             return "has no backward pass"
-        for predicate in self._supports:
-            try:
-                reason = predicate(query)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - one broken variant must not prevent the choice among the others
-                return f"cannot say whether it can run: its predicate raised {type(error).__name__}: {in_a_line(error)}"
-            if reason is not None:
-                return reason if isinstance(reason, str) and reason else f"cannot run, and its predicate returned {reason!r}"
-        return None
+        return _first_reason(self._supports, query, "can run", "cannot run")
+
+    def by_name_where(self, predicate: Callable[[Query], str | None]) -> Callable[[Query], str | None]:
+        """Add the decorated predicate about calls that the variant can run, and for which ``auto`` leaves it out.
+
+        Tables of measured times are looked up at the nearest measured call, which may be one that the variant is much better at.
+        The predicate returns ``None`` if ``auto`` may choose the variant, else the reason as a predicate that completes "it ...".
+        """
+        self._by_name.append(predicate)
+        return predicate
+
+    def why_by_name(self, query: Query) -> str | None:
+        """Return why ``auto`` leaves the variant out for a call that it can run, as a predicate that completes "it ...".
+
+        ``None`` if no registered predicate says so. One that raises, or that returns neither a string nor ``None``, does.
+        """
+        return _first_reason(self._by_name, query, "may be chosen", "runs only by name")
 
     def slower_than(self, other: str) -> Callable[[Callable[[Query], str | None]], Callable[[Query], str | None]]:
         """Return a decorator for a predicate about calls that this variant runs more slowly than another variant.
@@ -336,6 +346,21 @@ class Variant:
         from onelaunch.operation.examples import recorded_builds  # imported here, since it imports this module
 
         return [*listed, *recorded_builds(self, self._examples(), architecture)]
+
+
+def _first_reason(predicates: Iterable[Callable[[Query], str | None]], query: Query, asked: str, refused: str) -> str | None:
+    """Return the first reason that a predicate gives for a call, or ``None``. One that fails gives one too.
+
+    ``asked`` and ``refused`` are clauses about the variant, for a predicate that raises and for one that returns something else.
+    """
+    for predicate in predicates:
+        try:
+            reason = predicate(query)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - one broken variant must not prevent the choice among the others
+            return f"cannot say whether it {asked}: its predicate raised {type(error).__name__}: {in_a_line(error)}"
+        if reason is not None:
+            return reason if isinstance(reason, str) and reason else f"{refused}, and its predicate returned {reason!r}"
+    return None
 
 
 def _root_of(part: object) -> str:

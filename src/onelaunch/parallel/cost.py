@@ -55,7 +55,7 @@ class Point(NamedTuple):
 MEASURED_HEADS = 16
 """Heads of the measured calls."""
 
-MEASURED = (Point(64, 6.7, 30.9), Point(512, 18.0, 77.7), Point(32768, 313.5, 1716.2), Point(131072, 1087.0, 6233.7))
+MEASURED = (Point(64, 6.7, 30.9), Point(512, 18.0, 77.7), Point(32768, 313.5, 1716.2), Point(131072, 1110.7, 6394.3))
 """Times of ``hopper`` on an H100 for one sequence, 16 heads, K = V = 128, bfloat16, a decay per channel, as a CUDA graph.
 
 The first two are from results/nvidia-h100/everyday-calls.json and the third from results/nvidia-h100/039-overlap.json, over cold
@@ -85,7 +85,8 @@ call and the local pass take 332 and two messages 5."""
 SEND_US = 3.0
 """Part of :data:`STORES_US` that the backward pass does not hide: the launch of the send; an assumption.
 
-Measured calls with both passes do not determine it: they leave -22 us for it on four H100s and 41 on two, about 1 % of a call."""
+Measured calls with both passes do not determine it: they leave -13 us for it on four H100s and -92 on two, 1 and
+3 % of a call."""
 
 Direction = Literal["forward", "forward_backward"]
 Pass = Literal["forward", "backward"]

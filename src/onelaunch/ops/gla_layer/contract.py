@@ -187,12 +187,19 @@ def key_of(
         grad_enabled and checks.grad_wanted(x, *weights.values(), norm_weight, initial_state),
         state_flags(packed=False, initial_state=initial_state is not None, final_state=output_final_state)
         + gate_flags(per_head=gk_weight is None, value_gate=False, wide=False)
-        + (CONVOLVED,) * (conv_weight is not None),
+        + (CONVOLVED,) * (conv_weight is not None)
+        + (HIGH_RANK,) * (gk_weight is not None and fixed(gk_weight.shape[1])[0] > COMMON_RANK),
     )
 
 
 CONVOLVED = "convolved"
 """Flag of the dispatch key of a call whose q, k and v go through short convolutions."""
+
+COMMON_RANK = 16
+"""Rank of the decays that layers have by default."""
+
+HIGH_RANK = "high_rank"
+"""Flag of the dispatch key of a call whose decays have a higher rank than :data:`COMMON_RANK`; the key does not hold the rank."""
 
 
 def _keys_beside_decays_per_head(in_proj_weight: Facts, heads: int, values: int) -> int:
@@ -237,7 +244,7 @@ def _head_size(name: str, weight: Facts, dimension: int, heads: int, dimensions:
     planned=True,
     # Options of a case, from which reference.py makes inputs. Then the variants to prefer where nothing was measured.
     options={
-        "rank": 16,
+        "rank": COMMON_RANK,
         "normalizer": 16.0,
         "eps": 1e-5,
         "norm_weight": "same",

@@ -1,8 +1,8 @@
 """The variant ``one_launch`` of ``gla_layer``: the whole layer in one cooperative launch on Hopper, for steps of decoding.
 
-On an H100 the study ``058-decoding-step`` measured 0.75 to 0.98 of the time of five launches up to 32 rows B T, and 1.26 to 2.1
-times it with 64 (c521f76d, docs/notebook/gla_layer.md). It is marked experimental, so that ``auto`` never takes it, until it has
-passed the operation's probes on a GPU: in that run no probe had sizes that it takes.
+On an H100 the study ``058-decoding-step`` measured 0.72 to 0.96 of the time of five launches up to 32 rows B T, and 1.24 to 2.2
+times it with 64 (3a4b8f3e, docs/notebook/gla_layer.md). ``auto`` takes it up to 32 rows, or 16 of several steps, where a table of
+measured times says that it is the fastest.
 
 The dispatcher, studies and tests find registered variants by name. ``fuses`` names the steps that share the kernel. Since it
 has no tag ``parts``, ``cost.py`` counts what its CTAs pass to each other and no other intermediates. Other keywords are
@@ -19,15 +19,20 @@ from onelaunch.operation.requirements import needs_hopper
 from onelaunch.ops.gla_layer.autograd import step
 from onelaunch.ops.gla_layer.composition import Results
 from onelaunch.ops.gla_layer.configure_step import config_of
-from onelaunch.ops.gla_layer.contract import CONVOLVED, GlaLayerCall, gla_layer
+from onelaunch.ops.gla_layer.contract import COMMON_RANK, CONVOLVED, HIGH_RANK, GlaLayerCall, gla_layer
 
-_COMMON_RANK = 16
-"""Rank of the decays that the requirement assumes, the layer's default, since the dispatch key does not hold the rank."""
+FASTER_ROWS, FASTER_ROWS_OF_STEPS = 32, 16
+"""Most rows B T with which ``auto`` takes the variant, if each sequence has one step, and if sequences have several.
+
+On an H100 one launch was faster than five up to these rows. With 64 it took 1.24 times as long as they at one step, and 2.2 times
+at 64 steps of one sequence. 17 to 32 rows of several steps were not measured: from 16 to 64 steps of one sequence its time grows
+from 32.5 to 92.7 us, and that of five launches from 37.9 to 41.7.
+"""
 
 
 @gla_layer.variant(
     "one_launch", launches=1, fuses=("projections", "recurrence", "norm_gate", "output"), architectures=("sm_90a",),
-    backward=False, experimental=True,
+    backward=False,
 )  # fmt: skip
 def one_launch(call: GlaLayerCall) -> Results:
     """Run the whole layer in one cooperative launch, for at most 64 rows B T."""
@@ -47,11 +52,23 @@ def can_divide(query: Query) -> str | None:
         return "needs bfloat16"
     if CONVOLVED in query.flags:
         return "needs a layer without short convolutions"
-    rank = None if "scalar_decay" in query.flags else _COMMON_RANK
+    rank = None if "scalar_decay" in query.flags else COMMON_RANK  # the key does not hold the rank
     batch, length, width, heads, keys, values = query.sizes
     sms = processors(torch.device(query.device))
     found = config_of(batch, length, width, heads, keys, values, rank, float_norm=True, sms=sms)
     return found if isinstance(found, str) else None
+
+
+@one_launch.by_name_where
+def has_more_rows_than_pay(query: Query) -> str | None:
+    """Return why ``auto`` leaves the variant out though the kernel may run the call, or ``None``."""
+    if HIGH_RANK in query.flags:
+        return f"runs decays of a rank above {COMMON_RANK} only by name: the rank may leave too little shared memory"
+    batch, length, *_ = query.sizes
+    most, rows = (FASTER_ROWS, "rows B * T") if length == 1 else (FASTER_ROWS_OF_STEPS, "rows B * T of several steps")
+    if batch * length <= most:
+        return None
+    return f"is left out beyond {most} {rows}, up to which it was measured to be faster than composed"
 
 
 @one_launch.examples

@@ -1,8 +1,9 @@
 """The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton, and in CUDA for Hopper.
 
-The kernel for Hopper is for at most 16 rows in bfloat16. The variant is marked experimental, so that ``auto`` never takes it: its
-kernels for a weight stored by columns, as ``nn.LinearRNN`` has it, have not run on a GPU. With a weight stored by rows the kernel
-in Triton was 1.06 to 1.8 times as fast as two launches on an H100 (docs/notebook/linear_rnn.md).
+The kernel for Hopper is for at most 16 rows in bfloat16. On an H100 it is 1.42 to 2.32 times as fast as two launches (study
+``040-decoding-step`` at 3a4b8f3e). With 64 rows the one in Triton is 1.66 times as fast as two launches at one step, and slower
+at several (docs/notebook/linear_rnn.md). All times are of a weight stored by rows. With one by columns, as ``nn.LinearRNN`` has
+it, the kernels passed their tests on an H100, and nothing was timed.
 
 The dispatcher, studies and tests find registered variants by name. Tags: ``fuses`` names the steps that share a kernel, here all
 three; ``cost.py`` reads it. ``gemm`` says how the product is made, and ``partial_sums`` that parts of it may be summed through
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
     from onelaunch.ops.linear_rnn.launch import Layer, Results
 
 
+FASTER_ROWS_OF_STEPS = 16
+"""Most rows B T with which ``auto`` takes the variant if sequences have several steps.
+
+On an H100 one launch was faster than two with 16 rows, at 16 steps of one sequence and at 4 of four, and took 1.13 to 1.14
+times as long with 64, at 64 steps of one sequence and at 16 of four. Nothing between was measured. One step of 64 sequences was
+1.66 times as fast.
+"""
+
+
 @launches("few_rows")
 def run_few_rows(layer: Layer) -> Results:
     """Project, scan and gate by CTAs that each have all rows, and a slice of the weight."""
@@ -36,7 +46,7 @@ def run_few_rows(layer: Layer) -> Results:
 
 @linear_rnn.variant(
     "fused_few_rows", compiles=True, launches=1, fuses=("projection", "scan", "gate"), gemm="triton", partial_sums=True,
-    backward=False, experimental=True,
+    backward=False,
 )  # fmt: skip
 def fused_few_rows(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one launch for at most 64 rows B T, as in decoding: every CTA has all rows and loads its slice of the weight at once.
@@ -57,6 +67,15 @@ def has_few_rows(query: Query) -> str | None:
     if batch * length > MOST_ROWS:
         return f"takes at most {MOST_ROWS} rows B * T, not {batch * length}"
     return f"takes at most {MOST_COLUMNS} columns of x: offsets in a tile are 32-bit" if width > MOST_COLUMNS else None
+
+
+@fused_few_rows.by_name_where
+def has_more_steps_than_pay(query: Query) -> str | None:
+    """Return why ``auto`` leaves the variant out though the kernel can run the call, or ``None``."""
+    batch, length, *_ = query.sizes
+    if length == 1 or batch * length <= FASTER_ROWS_OF_STEPS:
+        return None
+    return f"is left out beyond {FASTER_ROWS_OF_STEPS} rows B * T of several steps, up to which it was measured to be faster"
 
 
 @fused_few_rows.examples
