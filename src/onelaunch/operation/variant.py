@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from onelaunch.errors import ArgumentError
-from onelaunch.launch.build import Build
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.launch.planned import forget_plans
 from onelaunch.wording import in_a_line
 
@@ -188,6 +188,8 @@ class Variant:
         self._by_name: list[Callable[[Query], str | None]] = []
         self._slower: list[tuple[str, Callable[[Query], str | None]]] = []
         self._kernels: Callable[[str], Iterable[Build]] | None = None
+        self._kernels_of_case: Callable[[Case, torch.device], Iterable[CudaBuild]] | None = None
+        self._smaller: Callable[[Case], Case] | None = None
         self._examples: Callable[[], Iterable[Example]] | None = None
 
     def __repr__(self) -> str:
@@ -276,6 +278,39 @@ class Variant:
         """
         self._kernels = builds
         return builds
+
+    def kernels_of_case(
+        self, builds: Callable[[Case, torch.device], Iterable[CudaBuild]]
+    ) -> Callable[[Case, torch.device], Iterable[CudaBuild]]:
+        """Register the decorated function, which lists the CUDA C++ kernels that a call of a case compiles on a GPU.
+
+        A study that compiles ahead in other processes then compiles these, and makes no call there. So it needs no memory of the
+        GPU for the inputs of the case, and leaves the GPU to the process that judges variants meanwhile. A variant that compiles
+        nothing which another process finds in a cache, such as one by PyTorch's own kernels, lists none.
+        """
+        self._kernels_of_case = builds
+        return builds
+
+    def smaller(self, function: Callable[[Case], Case]) -> Callable[[Case], Case]:
+        """Register the decorated function, which returns a smaller case whose call compiles the same kernels as that of a case.
+
+        A study that compiles ahead in other processes calls the variant at this case there, once for all cases that have it.
+        """
+        self._smaller = function
+        return function
+
+    def builds_of_case(self, case: Case, device: torch.device) -> list[CudaBuild] | None:
+        """Return the kernels that a call of a case compiles on a GPU, or ``None`` if the variant does not list them."""
+        return None if self._kernels_of_case is None else list(self._kernels_of_case(case, device))
+
+    def smaller_case(self, case: Case) -> Case:
+        """Return a case whose call compiles what one of the given case does: that case itself, or what :meth:`smaller` names."""
+        return case if self._smaller is None else self._smaller(case)
+
+    @property
+    def lists_kernels(self) -> bool:
+        """Flag that :meth:`builds_of_case` lists the kernels of a call."""
+        return self._kernels_of_case is not None
 
     def why_not(self, query: Query) -> str | None:
         """Return why this variant cannot run a call, as a predicate that completes "it ...", or ``None`` if it can.

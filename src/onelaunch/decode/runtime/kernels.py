@@ -1,7 +1,8 @@
 """Compilation and loading of the decode kernels, and the sessions that own a loaded kernel and its buffers.
 
 The megakernel's engines and its variants of ``decode_step`` call :func:`session_for`. The variants also call :func:`kernels_of`,
-for the builds that the inspector compiles. A plan is ``separate`` if each phase is a launch.
+for the builds that the inspector compiles, and :func:`builds_on`, for those that a study compiles ahead. A plan is ``separate``
+if each phase is a launch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 
 from onelaunch.decode.codegen.emit import KINDS, source
 from onelaunch.decode.codegen.layout import THREADS, Tuning, launch_of, layout_of
+from onelaunch.decode.model.config import ModelConfig
 from onelaunch.decode.model.weights import ModelWeights
 from onelaunch.decode.plan.levels import plan_for
 from onelaunch.decode.plan.packing import division, pack
@@ -20,6 +22,7 @@ from onelaunch.decode.runtime.packed import PackedWeights
 from onelaunch.decode.runtime.proofs import check_sampling, checked_plan
 from onelaunch.decode.runtime.session import Session
 from onelaunch.device.hardware import memory_bytes_per_cycle, processors, room_for
+from onelaunch.launch.build import CudaBuild, build_of_kernel
 from onelaunch.launch.launch import CudaKernel, CudaLaunch, Mma
 
 _FAST_MEMORY = 2000.0
@@ -63,6 +66,25 @@ def kernels_of(plan: Plan, tuning: Tuning | None = None) -> dict[Phase | None, C
         )
         for phase in phases
     }  # fmt: skip
+
+
+def _settled(config: ModelConfig, level: str, device: torch.device, tuning: Tuning | None) -> tuple[Plan, Tuning]:
+    """Return the plan of a level for a GPU, proved sound there, and its settings, by default those of :func:`tuning_of`."""
+    ctas = processors(device)
+    tuning = tuning or tuning_of(plan_for(config, level, ctas), device)
+    return checked_plan(config, level, ctas, tuning), tuning
+
+
+def builds_on(config: ModelConfig, level: str, device: torch.device) -> list[CudaBuild]:
+    """Return the kernels that a session of a model compiles on a GPU. They need none of the model's weights.
+
+    Their plan is proved sound first, as :func:`make_session` does, so that another process finds the proof in the cache folder.
+
+    Raises:
+        PlanError: the plan cannot run on this device.
+    """
+    plan, tuning = _settled(config, level, device, None)
+    return [build_of_kernel(kernel, phase.name if phase else level) for phase, kernel in kernels_of(plan, tuning).items()]
 
 
 class StepKernel:
@@ -130,8 +152,7 @@ def make_session(weights: ModelWeights, level: str, tuning: Tuning | None = None
         CompilerMissing, CompileError, DriverError: the kernel cannot be compiled or loaded, see :func:`onelaunch.cuda.load`.
     """
     device = weights.device
-    tuning = tuning or tuning_of(plan_for(weights.config, level, processors(device)), device)
-    plan = checked_plan(weights.config, level, processors(device), tuning)
+    plan, tuning = _settled(weights.config, level, device, tuning)
     constants = _constants(weights, plan)
     with room_for("the buffers through which CTAs exchange data", device):
         memory = Memory(plan, constants, weights.config.max_position_embeddings, markers=tuning.stamps)

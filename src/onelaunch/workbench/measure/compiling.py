@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onelaunch.cuda.compiler import compile_source
 from onelaunch.device import hardware
 from onelaunch.device.architectures import ARCHITECTURES, architecture_of
 from onelaunch.device.tools import package_installed
-from onelaunch.launch.build import Build
+from onelaunch.launch.build import Build, CudaBuild
 from onelaunch.launch.side_by_side import compile_builds, current_architecture, jobs
-from onelaunch.operation import Case, Direction, Operation
+from onelaunch.operation import Case, Direction, Operation, Variant
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
 from onelaunch.workbench.measure.cores import give_way
@@ -69,12 +70,19 @@ def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int)
     """Yield the calls of variants that can run here; controls are left out. A variant that autotunes has one for each process.
 
     Variants that ``torch.compile`` compiles for each set of sizes come first. They take the longest, and the last call of all
-    keeps one process busy while the others have nothing left to do.
+    keeps one process busy while the others have nothing left to do. Of several cases for which a smaller one stands, only the
+    first has a call.
     """
     later = []
+    stood_for: set[tuple[str, Direction, str]] = set()
     for cell in cells:
         if cell.status is None and not cell.control:
             variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
+            if variant is not None and (smaller := variant.smaller_case(case := study.case(cell.shape))) is not case:
+                same = cell.variant, cell.direction, str(smaller)
+                if same in stood_for:
+                    continue
+                stood_for.add(same)
             parts = processes if variant is not None and variant.capabilities.tunes else 1
             calls = [CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts)]
             if variant is not None and variant.capabilities.recompiles:
@@ -183,8 +191,13 @@ def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Dire
         for probe in operation.listed_probes():
             if probe.refused:
                 continue
+            variant = operation.get(name)
             with contextlib.suppress(Exception):  # any code of a variant may fail on tensors without memory
-                for build in builds_for_case(probe.case, target.name, directions, [name]):
+                if variant.lists_kernels:
+                    builds: list[Build] = [*_listed(variant, probe.case, directions[-1], device)]
+                else:
+                    builds = builds_for_case(probe.case, target.name, directions, [name])
+                for build in builds:
                     found.setdefault(build.key, build)
     compile_builds(list(found.values()), target, jobs())
     return len(found)
@@ -309,22 +322,44 @@ def _problem(function: Callable[[], object]) -> str | None:
 
 
 def _make(study: Study, call: CompileCall | ProbeCall, device: torch.device) -> None:
-    """Make one call of a variant, with its backward pass if the direction asks for it. Its device is current."""
+    """Make one call of a variant, with its backward pass if the direction asks for it. Its device is current.
+
+    If the variant lists the kernels of its calls, they are compiled, and no call is made. If it names a smaller case that
+    compiles the same, that one is called, with the loops that the study times.
+    """
     shape = study.shape(call.shape)
     operation, case = study.operation_at(shape), study.case(shape)
     candidate = Candidate.variant(operation, call.variant)
-    if isinstance(call, ProbeCall):
-        probe = operation.listed_probes()[call.probe]
+    variant = operation.variants.get(call.variant)  # none for auto
+    probe = operation.listed_probes()[call.probe] if isinstance(call, ProbeCall) else None
+    if variant is not None and variant.lists_kernels:
+        if builds := _listed(variant, case if probe is None else probe.case, call.direction, device):
+            target = current_architecture(by_triton=False)
+            for build in builds:
+                compile_source(build.source, target.name)
+        return
+    if probe is not None:
         inputs = make_inputs(Prepared(operation, probe), probe.case, device, 0, call.direction)
         # As examine.py judges it: in both directions, then with slices, whose strides may need kernels of their own.
         candidate(Inputs(inputs.arguments))
         _call_with_gradients(candidate, inputs, probe.case)
         candidate(slices(inputs))
     else:
-        inputs = make_inputs(operation, case, device, 0, call.direction)
-        _call_with_gradients(candidate, inputs, case)
+        smaller = case if variant is None else variant.smaller_case(case)
+        inputs = make_inputs(operation, smaller, device, 0, call.direction)
+        _call_with_gradients(candidate, inputs, smaller)
+        if variant is not None and smaller is not case and call.direction == "forward":
+            for regime in study.regimes:
+                if regime in operation.loops:
+                    operation.loops[regime](variant, inputs.arguments)  # making a loop runs it
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _listed(variant: Variant, case: Case, direction: Direction, device: torch.device) -> list[CudaBuild]:
+    """Return the kernels that a variant lists for a call of a case; none if it cannot run that call."""
+    query = variant.operation.query(case, str(device), grad=direction == "forward_backward")
+    return [] if variant.why_not(query) is not None else variant.builds_of_case(case, device) or []
 
 
 def _call_with_gradients(candidate: Candidate, inputs: Inputs, case: Case) -> None:

@@ -26,12 +26,13 @@ from onelaunch.decode.runtime.engines import KernelEngine
 from onelaunch.decode.runtime.packed import builds_of_copies, packed_bytes
 from onelaunch.decode.runtime.products import builds_of_products, takes
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
+from onelaunch.decode.step.reference import config_of
 from onelaunch.device.architectures import find_architecture
 from onelaunch.device.hardware import processors
 from onelaunch.device.tools import package_installed
 from onelaunch.errors import InspectionError, PlanError
-from onelaunch.launch.build import Build, build_of_kernel
-from onelaunch.operation import Query
+from onelaunch.launch.build import Build, CudaBuild, build_of_kernel
+from onelaunch.operation import Case, Query
 from onelaunch.operation.requirements import needs_hopper
 
 _ARCHITECTURES = ("sm_90a",)
@@ -186,6 +187,13 @@ def builds(level: str, architecture: str) -> list[Build]:
     return found
 
 
+def kernels_of_case(level: str, case: Case, device: torch.device) -> list[CudaBuild]:
+    """Return the kernels of a level that a call of a case compiles on a GPU."""
+    from onelaunch.decode.runtime.kernels import builds_on  # imports NumPy
+
+    return builds_on(config_of(case), level, device)
+
+
 # wraps gives each partial function the module of run. By functools, its own module, the dispatcher would take it for a variant of
 # another package. Predicates are asked in order: has_a_plan, which imports NumPy and builds a plan, comes last.
 for level, options in LEVELS.items():
@@ -202,3 +210,4 @@ for level, options in LEVELS.items():
     variant.supports(_needs_numpy)
     variant.supports(functools.partial(has_a_plan, level))
     variant.kernels(functools.partial(builds, level))
+    variant.kernels_of_case(functools.partial(kernels_of_case, level))

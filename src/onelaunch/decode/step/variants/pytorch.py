@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +27,7 @@ from onelaunch.decode.runtime.graphs import CaptureSite, capture_on_new_stream
 from onelaunch.decode.runtime.models import MODELS
 from onelaunch.decode.step.contract import DecodeCall, Results, decode_step
 from onelaunch.dispatch.capture import compile_static, compiler_missing
-from onelaunch.operation import Query
+from onelaunch.operation import Case, Query
 
 _SMALLEST_WINDOW = 256
 """Smallest attention window, in positions; a smaller one saves no time that can be measured."""
@@ -71,6 +71,26 @@ def needs_cuda(query: Query) -> str | None:
 def window_of(position: int, capacity: int) -> int:
     """Return how many positions of the cache a step at ``position`` attends to, including those that the mask hides."""
     return min(capacity, max(_SMALLEST_WINDOW, 1 << position.bit_length()))
+
+
+@eager.kernels_of_case
+@captured.kernels_of_case
+def nothing_compiled(case: Case, device: torch.device) -> tuple[()]:
+    """Return no kernels: PyTorch's own are compiled already."""
+    return ()
+
+
+@compiled.smaller
+def one_layer(case: Case) -> Case:
+    """Return a case of one layer whose steps compile what those of the given case do.
+
+    All layers run the same compiled function, and a tied LM head the same as one of its own. Positions before the middle of the
+    smallest window compile alike, also for the 128 tokens in a row of a study: their caches and windows have the smallest sizes.
+    """
+    first = case.sizes["position"] < _SMALLEST_WINDOW // 2
+    sizes = {**case.sizes, "layers": 1} | ({"position": 0} if first else {})
+    options = {name: value for name, value in case.options.items() if name not in ("tied", "unrotated", "rope_theta")}
+    return replace(case, sizes=sizes, options=options, name="")
 
 
 # One step with the position as a tensor
