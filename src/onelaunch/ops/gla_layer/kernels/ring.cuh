@@ -42,7 +42,7 @@ constexpr int GATED_WORDS = TAGGED_GATED ? INNER + CTAS : 0;
 // all blocks of 64 columns one after another.
 template <int SLAB_COLUMNS>
 DEVICE int operand_offset(int row, int unit) {
-  if constexpr (BOXED) return (unit / 8 * ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16;
+  if constexpr (BOXED) return ((unit >> 3) * ROWS + row) * 128 + ((unit & 7) ^ (row & 7)) * 16;  // shifts: a signed division takes more
   return row * (2 * SLAB_COLUMNS + 64) + unit * 16;
 }
 
