@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the em
     "sixteen_steps": {"sms": 4, "B": 1, "T": 16, "D": 128, "H": 2, "K": 64, "V": 128, **STATES},
     "most_steps": {"sms": 8, "B": 1, "T": 64, "D": 128, "H": 4, "K": 64, "V": 64, **STATES},
     "steps_of_sequences": {"sms": 8, "B": 5, "T": 7, "D": 320, "H": 4, "K": 64, "V": 128, **STATES},
+    "groups_of_sequences": {"sms": 8, "B": 9, "T": 2, "D": 128, "H": 2, "K": 32, "V": 32, **STATES},
     "no_initial_state": {"sms": 2, "B": 2, "T": 9, "D": 128, "H": 2, "K": 128, "V": 128, "final_state": True},
     "no_states": {"sms": 4, "B": 2, "T": 1, "D": 64, "H": 2, "K": 64, "V": 64, "rank": 5, "normalizer": 3.0, "eps": 0.5},
     "a_rank_over_all_ctas": {"sms": 4, "B": 2, "T": 2, "D": 64, "H": 4, "K": 32, "V": 32, "rank": 70, **STATES},
@@ -118,6 +119,36 @@ def test_launches_that_overlap_pass_the_gate(name, libraries, monkeypatch):
     for config in found:
         assert 2 * (configure_step.shared_bytes_of(config) + 1024) <= HOPPER_SHARED_BYTES + 1024
         assert configure_step.unwatched_of(config)[1] < configure_step.unwatched_of(replace(config, resident=1))[1]
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[StepConfig]:
+    """Replace fields of all configurations; return a list to which those of launches are added."""
+    found: list[StepConfig] = []
+
+    def replaced(*given: Any, **options: Any) -> Any:
+        config = configure_step.with_settings(config_of(*given, **options), **fields)  # pyrefly: ignore[bad-argument-type]
+        assert config is not None
+        found.append(config)
+        return config
+
+    monkeypatch.setattr(launch_step, "config_of", replaced)
+    return found
+
+
+COPIED = ["three_sequences", "a_step", "groups_of_sequences", "no_states", "many_ctas_per_head", "sixteen_steps"]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("name", [COPIED[0], *(pytest.param(name, marks=pytest.mark.every) for name in COPIED[1:])])
+def test_states_that_are_copied_early_give_the_same_bits(name, libraries, monkeypatch):
+    call, found = called(**CASES[name]), []
+    use_host(monkeypatch, libraries, CASES[name]["sms"])
+    for copied in (False, True):
+        configured = configure(monkeypatch, copied=copied)
+        found.append(launch_step.run(StepInputs.of(call)))
+        assert [config.copied for config in configured] == [copied]
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
 @needs_compiler

@@ -289,10 +289,14 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     State state;
     int stored_from = 0;
     multiply_input(c, maps, [&](int segment) {
+      if (COPIED && segment == LOW_RANK) {
+        cp_async_wait_all();  // for the small weights, which have had time to arrive
+        copy_state(c);
+      }
       if (segment == VALUE) {
-        cp_async_wait_all();
+        if constexpr (!COPIED) cp_async_wait_all();
         if constexpr (!TAGGED) c.arrive(c.head);
-        load_state(c, 0, state);
+        if constexpr (!COPIED) load_state(c, 0, state);
         c.mark(2);
       }
       if (segment == GATE) {
