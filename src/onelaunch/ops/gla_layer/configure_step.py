@@ -110,6 +110,8 @@ class StepConfig:
     """Flag that all CTAs exchange the gated o in tagged words."""
     copied: bool = False
     """Flag that the first states are copied to shared memory early, and not loaded into registers; unless ``by_sequence``."""
+    bulk: bool = False
+    """Flag that a CTA with whole sequences stores their states by bulk copies from the ring; needs at most 128 values a head."""
     overlap: bool = OVERLAP
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
     ahead: int = AHEAD
@@ -321,6 +323,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "ONE_STEP": config.one_step,
         "BY_SEQUENCE": config.by_sequence,
         "COPIED": config.copied,
+        "BULK": config.bulk,
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,

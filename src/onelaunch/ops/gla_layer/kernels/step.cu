@@ -281,8 +281,10 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
       c.arrive(c.head), c.await(c.head, MEMBERS);
     c.mark(2);
     Held held;
-    const int last = run_sequences(c, held);
+    Lent lent;
+    const int last = run_sequences(c, held, lent);
     c.arrive(HEADS);
+    give_back<0>(c, lent);  // as few stages are left to the output weight as stores read
     c.mark(5);
     multiply_output(c, maps, [&] { store_held(c, last, held); });
   } else {
