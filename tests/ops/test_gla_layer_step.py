@@ -159,7 +159,7 @@ def test_states_that_are_copied_early_give_the_same_bits(name, libraries, monkey
 def test_states_that_are_stored_from_the_ring_pass_the_gate(name, libraries, monkeypatch):
     sizes = dict(CASES[name])
     use_host(monkeypatch, libraries, sizes.pop("sms"))
-    configured = configure(monkeypatch, bulk=True)
+    configured = configure(monkeypatch, bulk=True, proxy_fences=True)
     case = GLA_LAYER.case("bfloat16", name=name, **sizes)
     assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
     assert all(config.by_sequence for config in configured)

@@ -143,6 +143,7 @@ DEVICE Unit load_once(const Unit* at) { return host::waited ? trap() : void(), *
 template <class Unit>
 DEVICE Unit load_streamed(const Unit* at) { return *at; }
 DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_global() {}
 DEVICE void griddepcontrol_wait() { host::wait_for_launch_before(); }
 DEVICE void griddepcontrol_launch_dependents() {}
 

@@ -217,6 +217,9 @@ DEVICE void fence_proxy_async() {
   __threadfence();
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
+// The proxy's part of it alone. Where writers execute it as well, between their stores and a release, it orders these before the bulk copies
+// of a thread that has acquired; the whole fence also waits for everything that the SM has stored (MEMBAR.SC.GPU).
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Numbers.
 

@@ -112,6 +112,8 @@ class StepConfig:
     """Flag that the first states are copied to shared memory early, and not loaded into registers; unless ``by_sequence``."""
     bulk: bool = False
     """Flag that a CTA with whole sequences stores their states by bulk copies from the ring; needs at most 128 values a head."""
+    proxy_fences: bool = False
+    """Flag that writers and readers of whole sequences' gated o order it for TMA by proxy fences alone."""
     overlap: bool = OVERLAP
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
     ahead: int = AHEAD
@@ -324,6 +326,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "BY_SEQUENCE": config.by_sequence,
         "COPIED": config.copied,
         "BULK": config.bulk,
+        "PROXY_FENCES": config.proxy_fences,
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,

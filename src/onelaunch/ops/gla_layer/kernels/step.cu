@@ -283,6 +283,7 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     Held held;
     Lent lent;
     const int last = run_sequences(c, held, lent);
+    if constexpr (PROXY_FENCES) fence_proxy_async_global();
     c.arrive(HEADS);
     give_back<0>(c, lent);  // as few stages are left to the output weight as stores read
     c.mark(5);

@@ -118,7 +118,7 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
     if (c.thread == 0) {
       if (slab == 0) {
         spin_until([&] { return load_acquire(c.counter(HEADS)) >= (u32)CTAS; });
-        fence_proxy_async();
+        PROXY_FENCES ? fence_proxy_async_global() : fence_proxy_async();
       }
       Boxes<OUT_SLAB>::issue(c.s, maps.gated, slab, blocks);
     }
