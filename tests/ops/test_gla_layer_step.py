@@ -48,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the em
     "sixteen_steps": {"sms": 4, "B": 1, "T": 16, "D": 128, "H": 2, "K": 64, "V": 128, **STATES},
     "most_steps": {"sms": 8, "B": 1, "T": 64, "D": 128, "H": 4, "K": 64, "V": 64, **STATES},
     "steps_of_sequences": {"sms": 8, "B": 5, "T": 7, "D": 320, "H": 4, "K": 64, "V": 128, **STATES},
+    "groups_of_sequences": {"sms": 8, "B": 9, "T": 2, "D": 128, "H": 2, "K": 32, "V": 32, **STATES},
+    "nine_first_steps": {"sms": 8, "B": 9, "T": 1, "D": 128, "H": 2, "K": 128, "V": 128, "final_state": True},
     "no_initial_state": {"sms": 2, "B": 2, "T": 9, "D": 128, "H": 2, "K": 128, "V": 128, "final_state": True},
     "no_states": {"sms": 4, "B": 2, "T": 1, "D": 64, "H": 2, "K": 64, "V": 64, "rank": 5, "normalizer": 3.0, "eps": 0.5},
     "a_rank_over_all_ctas": {"sms": 4, "B": 2, "T": 2, "D": 64, "H": 4, "K": 32, "V": 32, "rank": 70, **STATES},
@@ -120,6 +122,73 @@ def test_launches_that_overlap_pass_the_gate(name, libraries, monkeypatch):
     for config in found:
         assert 2 * (configure_step.shared_bytes_of(config) + 1024) <= HOPPER_SHARED_BYTES + 1024
         assert configure_step.unwatched_of(config)[1] < configure_step.unwatched_of(replace(config, resident=1))[1]
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[StepConfig]:
+    """Replace fields of all configurations; return a list to which those of launches are added."""
+    found: list[StepConfig] = []
+
+    def replaced(*given: Any, **options: Any) -> Any:
+        config = configure_step.with_settings(config_of(*given, **options), **fields)  # pyrefly: ignore[bad-argument-type]
+        assert config is not None
+        found.append(config)
+        return config
+
+    monkeypatch.setattr(launch_step, "config_of", replaced)
+    return found
+
+
+BULK = ["sixteen_sequences", "most_rows", "slabs_of_x", "nine_first_steps"]
+COPIED = ["three_sequences", "a_step", "groups_of_sequences", "no_states", "many_ctas_per_head", "sixteen_steps"]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("name", [COPIED[0], *(pytest.param(name, marks=pytest.mark.every) for name in COPIED[1:])])
+def test_states_that_are_copied_early_give_the_same_bits(name, libraries, monkeypatch):
+    call, found = called(**CASES[name]), []
+    use_host(monkeypatch, libraries, CASES[name]["sms"])
+    for copied in (False, True):
+        configured = configure(monkeypatch, copied=copied)
+        found.append(launch_step.run(StepInputs.of(call)))
+        assert [config.copied for config in configured] == [copied]
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("name", [*BULK[:1], *(pytest.param(name, marks=pytest.mark.every) for name in BULK[1:])])
+def test_states_that_are_stored_from_the_ring_pass_the_gate(name, libraries, monkeypatch):
+    sizes = dict(CASES[name])
+    use_host(monkeypatch, libraries, sizes.pop("sms"))
+    configured = configure(monkeypatch, bulk=True, proxy_fences=True)
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+    assert all(config.by_sequence for config in configured)
+
+
+@needs_watch
+@pytest.mark.every
+def test_states_that_are_stored_from_the_ring_have_no_races(libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], watched=True)
+    assert configure(monkeypatch, bulk=True) == []
+    launch_step.run(StepInputs.of(called(**CASES["sixteen_sequences"])))
+    assert not host.races
+
+
+@needs_compiler
+@pytest.mark.every
+def test_a_stage_that_is_given_back_before_its_state_is_stored_spoils_it(libraries, monkeypatch):
+    call, wrong = called(**CASES["most_rows"]), 0
+    configure(monkeypatch, bulk=True)
+    with monkeypatch.context() as unchanged:
+        use_host(unchanged, libraries, CASES["most_rows"]["sms"])
+        _, right = launch_step.run(StepInputs.of(call))
+    change = ("    tma_store_wait_group_read<PENDING>();\n", "")
+    host = use_host(monkeypatch, libraries, CASES["most_rows"]["sms"], change=change)
+    for host.seed in range(1, 5):
+        wrong += not torch.equal(launch_step.run(StepInputs.of(call))[1], right)
+    assert wrong
 
 
 @needs_compiler

@@ -100,6 +100,38 @@ ALONE = {"overlap": False, "resident": 1}
 """Fields of a configuration whose launches begin when the one before has ended."""
 
 
+SETTINGS: dict[str, dict[str, Any]] = {"copied": {"copied": True}, "bulk": {"bulk": True}, "proxy_fences": {"proxy_fences": True}}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", [f"{batch}_sequences" for batch in (1, 2, 4, 8, 16, 64)])
+def test_settings_that_are_off_by_default_pass_the_gate(name, setting, device):
+    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
+    with configured(**SETTINGS[setting]):
+        assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
+
+
+@pytest.mark.parametrize("fields", [{"proxy_fences": True}, {"bulk": True}, {"bulk": True, "proxy_fences": True}], ids=str)
+@pytest.mark.parametrize("name", ["8_sequences", "16_sequences"])
+def test_chains_of_steps_with_whole_sequences_repeat_their_bits(name, fields, device):
+    """A bulk copy that reads gated o or a state too early gives other bits. Each launch reads the state of the one before."""
+    arguments = given_on(device, **CASES[name])
+
+    def steps() -> list[torch.Tensor]:
+        given, found = dict(arguments), []
+        for _ in range(20):
+            out, state = launch_step.run(StepInputs.of(GLA_LAYER.bind(**given)))
+            found += [out, state]
+            given |= {"x": out, "initial_state": state}
+        return found
+
+    with configured(**ALONE, **{**fields, "proxy_fences": False}):
+        expected = steps()
+    with configured(**fields):
+        for _ in range(50):
+            assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+
+
 @pytest.mark.parametrize("resident", [1, 2])
 def test_launches_that_overlap_give_the_same_bits(resident, device):
     """Each launch takes its x, its state and one of its weights from the one before, as Python calls them and in a graph."""

@@ -46,6 +46,7 @@ struct Block {
   IF_WATCHED(std::unique_ptr<races::Detector> watch;)
 };
 struct Fiber : Thread {
+  u32 groups = 0;  // of bulk stores, that it has committed
   bool done = false, begun = false;
   const Barrier* barrier = nullptr;  // the one at which it waits
   u32 generation;  // of that barrier, when it began to wait
@@ -63,11 +64,19 @@ struct Copy {
   std::shared_ptr<std::vector<char>> box;  // what a TMA load has gathered, to which `from` points
   IF_WATCHED(races::Clock knowing;)  // of the thread that issued it
 };
+// A bulk store that has been issued and has not read shared memory, with the number of its thread's groups before it.
+struct Store {
+  void* to;
+  const void* from;
+  u32 bytes, group;
+  const Fiber* of;
+};
 const Thread* current = nullptr;
 int traps;
 long long clock;
 static jmp_buf scheduler;
 static std::vector<Copy> copies;
+static std::vector<Store> stores;
 static std::mt19937 rng;
 static void (*body)();
 
@@ -146,9 +155,14 @@ static void resume(Fiber& f, size_t number) {
   makecontext(&context, trampoline, 0);
   setcontext(&context);
 }
-// Let each bulk copy land with a probability of a quarter, in any order.
+// Let each bulk copy and store land with a probability of a quarter, in any order.
 static void land_copies() {
   std::uniform_int_distribution<int> percent(0, 99);
+  for (size_t i = 0; i < stores.size();) {
+    if (percent(rng) >= 25) { ++i; continue; }
+    memcpy(stores[i].to, stores[i].from, stores[i].bytes);
+    stores[i] = stores.back(), stores.pop_back();
+  }
   for (size_t i = 0; i < copies.size();) {
     if (percent(rng) >= 25) { ++i; continue; }
     const Copy c = copies[i];
@@ -166,7 +180,7 @@ bool launch(const Launch& options, void (*what)()) {
   rng.seed(options.seed);
   body = what;
   clock = 0, traps = 0;
-  copies.clear();
+  copies.clear(), stores.clear();
   std::vector<Block> blocks(options.ctas);
   std::vector<Fiber> fibers(options.ctas * options.threads);
   for (int cta = 0; cta < options.ctas; ++cta) {
@@ -204,7 +218,8 @@ bool launch(const Launch& options, void (*what)()) {
     }
   }
   current = nullptr;
-  return left == 0 && copies.empty();
+  // A thread waits for its stores to read shared memory before it ends. This machine reads and writes at once.
+  return left == 0 && copies.empty() && stores.empty();
 }
 
 // Exchange values within a warp. Inputs and outputs stay valid until all lanes have come to the next collective.
@@ -260,6 +275,17 @@ static void enqueue(void* to, const void* from, u32 bytes, u64* bar, std::shared
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a bulk copy is not aligned to 16 bytes, or empty\n"), abort();
   enqueue(to, from, bytes, bar, nullptr, __builtin_return_address(0));
+}
+void cp_async_bulk_store(void* to, const void* from, u32 bytes) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) fprintf(stderr, "a bulk store is not aligned to 16 bytes, or empty\n"), abort();
+  IF_WATCHED(host::watch().access((void*)from, bytes, false, host::current->thread, __builtin_return_address(0));)
+  host::stores.push_back({to, from, bytes, host::fiber().groups, &host::fiber()});
+}
+void tma_store_commit_group() { ++host::fiber().groups; }
+bool stores_have_read(u32 pending) {
+  for (const host::Store& store : host::stores)
+    if (store.of == &host::fiber() && store.group + pending < host::fiber().groups) return false;
+  return true;
 }
 // Elements outside the tensor are zero. Lines of 128 bytes, the box's innermost dimension, follow each other; 16-byte units are permuted.
 void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {

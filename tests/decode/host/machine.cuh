@@ -83,6 +83,14 @@ DEVICE bool mbarrier_test_wait(u64* bar, u32 phase) { return mbarrier_try_wait(b
 DEVICE u64 createpolicy_evict_first() { return 0; }
 void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar, u64);
 DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) { cp_async_bulk(to, from, bytes, bar, 0); }
+void cp_async_bulk_store(void* to, const void* from, u32 bytes);
+void tma_store_commit_group();
+bool stores_have_read(u32 pending);  // all groups of stores of this thread but the latest `pending` ones have read shared memory
+template <int PENDING>
+void tma_store_wait_group_read() {
+  while (!stores_have_read(PENDING)) host::yield();
+}
+DEVICE void fence_proxy_async_shared() {}
 void cluster_arrive_relaxed();
 void cluster_wait();
 void cluster_sync();
@@ -135,6 +143,7 @@ DEVICE Unit load_once(const Unit* at) { return host::waited ? trap() : void(), *
 template <class Unit>
 DEVICE Unit load_streamed(const Unit* at) { return *at; }
 DEVICE void fence_proxy_async() {}
+DEVICE void fence_proxy_async_global() {}
 DEVICE void griddepcontrol_wait() { host::wait_for_launch_before(); }
 DEVICE void griddepcontrol_launch_dependents() {}
 

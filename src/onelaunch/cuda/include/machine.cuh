@@ -2,7 +2,8 @@
 //
 // The decode kernels (decode/codegen/kernels), the one-launch GLA layer (ops/gla_layer/kernels) and the kernels for few rows
 // of output_chain and linear_rnn (ops/*/kernels/few_rows.cu) include it before their other files. These are plain C++ over clock64(), the functions below, and
-// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, griddepcontrol_..., shared_address, tma_prefetch_3d).
+// a few that hopper.cuh already gives (bar_sync, cluster_..., fence_mbarrier_init, fence_proxy_async_shared, griddepcontrol_...,
+// shared_address, tma_prefetch_3d, tma_store_commit_group, tma_store_wait_group_read).
 // tests/decode/host/machine.cuh implements all of them for a CPU, so that tests run the kernels' own source on a host. A primitive that is added here must be added there too.
 //
 // Memory orders: "relaxed" and "acquire"/"release" are those of the PTX memory model, at GPU scope. A relaxed access is atomic (each
@@ -73,6 +74,11 @@ DEVICE void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(bar))
                : "memory");
+}
+// Copy `bytes` from shared to global memory, as part of this thread's next group of stores (tma_store_commit_group); addresses and size are
+// multiples of 16. See hopper.cuh for the fence before it and the wait before its source is overwritten.
+DEVICE void cp_async_bulk_store(void* to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
 // Store 16 bytes to the same shared-memory address of CTA `rank` of the cluster, which may be the own one. The store subtracts its bytes
 // from the transaction count of that CTA's mbarrier at the address of `bar` when it is visible there.
@@ -211,6 +217,9 @@ DEVICE void fence_proxy_async() {
   __threadfence();
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
+// The proxy's part of it alone. Where writers execute it as well, between their stores and a release, it orders these before the bulk copies
+// of a thread that has acquired; the whole fence also waits for everything that the SM has stored (MEMBAR.SC.GPU).
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Numbers.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onelaunch import cuda
 from onelaunch.device.architectures import HOPPER_SHARED_BYTES
@@ -108,6 +108,12 @@ class StepConfig:
     """Flag that the CTAs of a head exchange tagged words, and do not count arrivals."""
     tagged_gated: bool = True
     """Flag that all CTAs exchange the gated o in tagged words."""
+    copied: bool = False
+    """Flag that the first states are copied to shared memory early, and not loaded into registers; unless ``by_sequence``."""
+    bulk: bool = False
+    """Flag that a CTA with whole sequences stores their states by bulk copies from the ring; needs at most 128 values a head."""
+    proxy_fences: bool = False
+    """Flag that writers and readers of whole sequences' gated o order it for TMA by proxy fences alone."""
     overlap: bool = OVERLAP
     """Flag that a launch may begin while the one before it ends (programmatic dependent launch)."""
     ahead: int = AHEAD
@@ -255,6 +261,13 @@ def config_of(
         block_rows //= 2
 
 
+def with_settings(config: StepConfig, **fields: Any) -> StepConfig | None:
+    """Return the configuration with other settings, such as ``copied``; ``None`` if they leave the ring too few stages."""
+    config = replace(config, **fields)
+    stages = _layout(config).stages
+    return replace(config, flight=min(config.flight, stages)) if stages >= FEWEST_STAGES else None
+
+
 @functools.lru_cache(maxsize=256)
 def _layout(config: StepConfig) -> _Sizes:
     """Return the layout of shared memory: the ring first, so that its stages are aligned, then arrays, then mbarriers."""
@@ -268,9 +281,11 @@ def _layout(config: StepConfig) -> _Sizes:
     block = config.block_rows
     if config.by_sequence:
         vectors, decays, low_rank, partial = block * config.exchanged, 4 * block * config.keys, 0, block * 4 * 32 * WARPS
+        states = 0
     else:
         vectors, decays = max(block * 2 * config.keys, config.rows * config.heads), block * config.keys
         low_rank, partial = block * ranks, parts * block * value_rows
+        states = config.slots * config.keys * value_rows if config.copied else 0
     arrays = {
         "OPERAND": max(config.operand_bytes(config.slab), config.operand_bytes(config.out_slab)),
         "SUMS": 4 * 2 * groups * 16 * (config.columns + 1),
@@ -278,6 +293,7 @@ def _layout(config: StepConfig) -> _Sizes:
         "QUERIES_KEYS": 4 * vectors,
         "DECAYS": 4 * decays,
         "LOW_RANK": 4 * low_rank,
+        "STATES": 4 * states,
         "PARTIAL": 4 * partial,
         "DECAY_WEIGHT": 0 if config.rank is None else 2 * config.keys * config.rank,
         "DECAY_BIAS": 0 if config.rank is None else 2 * config.keys,
@@ -308,6 +324,9 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
     flags = {
         "ONE_STEP": config.one_step,
         "BY_SEQUENCE": config.by_sequence,
+        "COPIED": config.copied,
+        "BULK": config.bulk,
+        "PROXY_FENCES": config.proxy_fences,
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
         "TAGGED_GATED": config.tagged_gated,

@@ -72,6 +72,7 @@ template <int TILE, int SLAB_COLUMNS>
 DEVICE void multiply_tile(Consumer& c, int blocks) {
   c.refresh();
   constexpr int CHUNK_BLOCKS = chunk_blocks(TILE, SLAB_COLUMNS);
+  constexpr int EACH = divided(CHUNK_BLOCKS, BLOCK_GROUPS), UNROLLED = EACH < 2 ? EACH : 2;  // blocks of a chunk for a warp: one of a tile of 16
   const int quad = c.lane / 4, unit = c.lane % 4, row = row_of(quad) & (TILE - 1), column = BOXED ? row_of(quad) : quad;
   const int block_group = c.warp % BLOCK_GROUPS, first_tile = c.warp / BLOCK_GROUPS * TILES_PER_WARP;
   constexpr int CHAINS = TILES_PER_WARP > 2 ? 1 : 2;  // accumulators per tile, so that an mma need not wait for the one before it
@@ -82,9 +83,10 @@ DEVICE void multiply_tile(Consumer& c, int blocks) {
   for (int first = 0; first < blocks; first += CHUNK_BLOCKS) {
     if constexpr (BOXED) Boxes<SLAB_COLUMNS>::await(c, blocks - first < CHUNK_BLOCKS ? blocks : first + CHUNK_BLOCKS);
     const char* chunk = c.wait_chunk();
-#pragma unroll 2
-    for (int block = block_group; block < CHUNK_BLOCKS; block += BLOCK_GROUPS) {
-      if (first + block >= blocks) break;
+#pragma unroll UNROLLED
+    for (int i = 0; i < EACH; ++i) {
+      const int block = block_group + i * BLOCK_GROUPS;
+      if (block >= CHUNK_BLOCKS || first + block >= blocks) break;
       const int line = block * TILE + row;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

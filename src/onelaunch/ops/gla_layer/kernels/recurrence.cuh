@@ -5,6 +5,9 @@
 //            channels. o is summed over the lanes of a warp by shuffles, over warps through shared memory, both in a fixed order.
 // Blocks     q, k and the decays of BLOCK_ROWS rows are staged at a time, so that shared memory is bounded: several steps of SLOTS
 //            sequences, or one step of more sequences, which the warps then go through without a barrier.
+// Copies     with COPIED the first states go to shared memory (cp.async) while the low-rank factor's weights arrive, and registers take them when
+//            q, k and the decays are there. Loads into registers, which the compiler waits for before the code of the next segment, would have
+//            to arrive before what the CTAs of the head exchange is asked for.
 // Memory     the state is read and written once. The state of the last sequences is stored by store_state() after this CTA has arrived at
 //            the grid barrier, so that the release does not wait for it.
 #pragma once
@@ -35,6 +38,26 @@ DEVICE void load_state(Consumer& c, int first, State& state) {
     if (given) v = load_weak((const uint4*)(from + i * KEY_DISTANCE));
     state.v[i][0] = uint_as_float(v.x), state.v[i][1] = uint_as_float(v.y);
     state.v[i][2] = uint_as_float(v.z), state.v[i][3] = uint_as_float(v.w);
+  }
+}
+// Copy the states of the first SLOTS sequences to shared memory: a thread what it reads itself. Only take_state() waits.
+DEVICE void copy_state(Consumer& c) {
+  c.refresh();
+  const int sequence = c.warp / PARTS;
+  if (!c.a.initial || sequence >= c.a.batch) return;
+  const float* from = c.a.initial + state_offset(c, sequence);
+#pragma unroll
+  for (int i = 0; i < KEYS_EACH; ++i) cp_async_16(c.s.states + (i * CONSUMER_THREADS + c.thread) * 4, from + i * KEY_DISTANCE);
+}
+DEVICE void take_state(Consumer& c, State& state) {
+  c.refresh();
+  cp_async_wait_all();
+  const bool given = c.a.initial && c.warp / PARTS < c.a.batch;
+#pragma unroll
+  for (int i = 0; i < KEYS_EACH; ++i) {
+    float4 v = {0, 0, 0, 0};
+    if (given) v = *(const float4*)(c.s.states + (i * CONSUMER_THREADS + c.thread) * 4);
+    state.v[i][0] = v.x, state.v[i][1] = v.y, state.v[i][2] = v.z, state.v[i][3] = v.w;
   }
 }
 DEVICE void store_state(Consumer& c, int first, const State& state) {
@@ -175,7 +198,7 @@ DEVICE void collect_outputs(Consumer& c, const Block& block) {
     }
   }
 }
-// Run the recurrence of all sequences. `state` holds the first ones' states; it ends with those of the last ones, not yet stored, whose
+// Run the recurrence of all sequences. `state` holds the first ones' states unless they are COPIED; it ends with those of the last ones, not yet stored, whose
 // first sequence is returned.
 DEVICE int run_recurrence(Consumer& c, State& state) {
   int held = 0;
@@ -186,6 +209,7 @@ DEVICE int run_recurrence(Consumer& c, State& state) {
       const Block block = {first, t};
       stage_block(c, block);
       make_decays(c, block);
+      if (COPIED && first == 0 && t == 0) take_state(c, state);
 #pragma unroll 1
       for (int group = 0; group < SEQUENCES && first + group < c.a.batch; group += SLOTS) {
         if (first + group != held) {

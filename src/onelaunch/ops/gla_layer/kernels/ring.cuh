@@ -42,7 +42,7 @@ constexpr int GATED_WORDS = TAGGED_GATED ? INNER + CTAS : 0;
 // all blocks of 64 columns one after another.
 template <int SLAB_COLUMNS>
 DEVICE int operand_offset(int row, int unit) {
-  if constexpr (BOXED) return (unit / 8 * ROWS + row) * 128 + (unit % 8 ^ row % 8) * 16;
+  if constexpr (BOXED) return ((unit >> 3) * ROWS + row) * 128 + ((unit & 7) ^ (row & 7)) * 16;  // shifts: a signed division takes more
   return row * (2 * SLAB_COLUMNS + 64) + unit * 16;
 }
 
@@ -72,6 +72,7 @@ struct Shared {
   float* queries_keys;   // [BLOCK_ROWS][2 * KEYS]; later 1 / RMS of o, [ROWS][HEADS]. BY_SEQUENCE: [BLOCK_ROWS][EXCHANGED]
   float* decays;         // [BLOCK_ROWS][KEYS]. BY_SEQUENCE: [BLOCK_ROWS][KEYS][4], the decay, k and q of a key channel
   float* low_rank;       // [BLOCK_ROWS][RANK_PADDED]. Not BY_SEQUENCE
+  float* states;         // [KEYS_EACH][CONSUMER_THREADS][4]: the first states, if COPIED
   float* partial;        // [PARTS][BLOCK_ROWS][VALUE_ROWS]: o of each part of the keys. BY_SEQUENCE: [BLOCK_ROWS][PARTS][VALUES]
   u16 *decay_weight, *decay_bias;  // [KEYS][RANK] and [KEYS] of the head; unused with one decay per head
   void* norm_weight;     // [VALUES], float32 if FLOAT_NORM
@@ -80,8 +81,9 @@ struct Shared {
   DEVICE explicit Shared(char* base)
       : stages(base), operand(base + OPERAND_AT), sums((float*)(base + SUMS_AT)), y((float*)(base + Y_AT)),
         queries_keys((float*)(base + QUERIES_KEYS_AT)), decays((float*)(base + DECAYS_AT)), low_rank((float*)(base + LOW_RANK_AT)),
-        partial((float*)(base + PARTIAL_AT)), decay_weight((u16*)(base + DECAY_WEIGHT_AT)), decay_bias((u16*)(base + DECAY_BIAS_AT)),
-        norm_weight(base + NORM_WEIGHT_AT), full((u64*)(base + FULL_AT)), empty(full + STAGES), loaded(empty + STAGES), read(loaded + BOXES) {}
+        states((float*)(base + STATES_AT)), partial((float*)(base + PARTIAL_AT)), decay_weight((u16*)(base + DECAY_WEIGHT_AT)),
+        decay_bias((u16*)(base + DECAY_BIAS_AT)), norm_weight(base + NORM_WEIGHT_AT), full((u64*)(base + FULL_AT)), empty(full + STAGES),
+        loaded(empty + STAGES), read(loaded + BOXES) {}
 };
 
 // Spin until ready() is true; trap after the time-out.

@@ -2,7 +2,9 @@
 //
 // Computes   what recurrence.cuh computes, for T = 1, and with it norm and gate, since a CTA has all values of a head.
 // State      comes through the ring in contiguous chunks, is updated in registers and stored at once. A thread has 4 value channels, 16 bytes,
-//            of every (1024 / VALUES)-th key channel. o is summed over the threads of a channel through shared memory, in a fixed order.
+//            of several key channels. o is summed over the threads of a channel through shared memory, in a fixed order. With BULK_STORES a
+//            warp has a contiguous part of a chunk, puts it back where it was and stores it from there (cp.async.bulk), which neither the
+//            release before the grid barrier waits for nor loads queue behind. It gives the stage back once its next store is issued.
 // Exchange   a CTA reads q, k, the low-rank factor, v and the gate of its own sequences alone, so it clears the words that it has read.
 // Blocks     BLOCK_ROWS sequences at a time.
 #pragma once
@@ -12,6 +14,12 @@ constexpr int STATE_CHUNKS = KEYS * VALUES / STATE_FLOATS, PASSES = STATE_FLOATS
 constexpr int VALUE_UNITS = VALUES / 4, KEYS_AT_ONCE = CONSUMER_THREADS / VALUE_UNITS;
 static_assert(PASSES * 4 * CONSUMER_THREADS * STATE_CHUNKS == KEYS * VALUES && KEYS_AT_ONCE * VALUE_UNITS == CONSUMER_THREADS, "all take part");
 
+constexpr bool BULK_STORES = BULK && VALUE_UNITS <= 32;  // a lane has the same value channels in all passes
+// Key channels from one pass of a thread to the next, and the 16-byte unit of a chunk that a thread has in a pass.
+constexpr int PASS_KEYS = BULK_STORES ? 32 / VALUE_UNITS : KEYS_AT_ONCE;
+DEVICE int unit_at(const Consumer& c, int pass) {
+  return BULK_STORES ? (c.warp * PASSES + pass) * 32 + c.lane : pass * CONSUMER_THREADS + c.thread;
+}
 // Number of sequences of member `member` of a head.
 DEVICE int sequences_of(const Arguments& a, int member) { return member < a.batch ? divided(a.batch - member, MEMBERS) : 0; }
 DEVICE long long state_of(int head, int sequence) { return ((long long)sequence * HEADS + head) * KEYS * VALUES; }
@@ -79,59 +87,90 @@ DEVICE void make_factors(Consumer& c, int first, int count) {
 }
 // The state of a CTA's last sequence, which is stored once the gated o of all CTAs has arrived, if registers can hold it: the release before
 // the grid barrier and what is read behind it need not wait for these stores. Other states are stored at once.
-constexpr bool HOLDS = KEYS * VALUES <= 64 * CONSUMER_THREADS;
+constexpr bool HOLDS = !BULK_STORES && KEYS * VALUES <= 64 * CONSUMER_THREADS;
 struct Held {
   float4 v[HOLDS ? STATE_CHUNKS : 1][PASSES];
 };
 DEVICE float* final_of(const Consumer& c, int i) {
-  return c.a.final_state ? c.a.final_state + state_of(c.head, sequence_at(c, i)) + c.thread * 4 : nullptr;
+  return c.a.final_state ? c.a.final_state + state_of(c.head, sequence_at(c, i)) : nullptr;
 }
-DEVICE void store_passes(float* to, const float4 (&state)[PASSES]) {
+DEVICE void store_passes(const Consumer& c, float* to, const float4 (&state)[PASSES]) {
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) *(float4*)(to + pass * 4 * CONSUMER_THREADS) = state[pass];
+  for (int pass = 0; pass < PASSES; ++pass) *(float4*)(to + unit_at(c, pass) * 4) = state[pass];
 }
 DEVICE void store_held(Consumer& c, int i, const Held& held) {
   c.refresh();
   float* to = final_of(c, i);
   if (!HOLDS || !to) return;
 #pragma unroll
-  for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) store_passes(to + chunk * STATE_FLOATS, held.v[chunk]);
+  for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) store_passes(c, to + chunk * STATE_FLOATS, held.v[chunk]);
 }
-// Advance one chunk of a state: take it from the ring, and leave it in registers.
-DEVICE void advance_chunk(Consumer& c, const float4* factors, const float4& v, float4& o, float4 (&state)[PASSES]) {
-  const char* from = c.a.initial ? c.wait_chunk() + c.thread * 16 : nullptr;
+// Stage of the ring that a warp's latest bulk store reads, -1 if there is none.
+struct Lent {
+  int stage = -1;
+};
+// Give a stage back to the producer, when all stores of this warp but the latest PENDING ones have read it.
+template <int PENDING>
+DEVICE void give_back(Consumer& c, Lent& lent) {
+  if (lent.stage >= 0 && c.lane == 0) {
+    tma_store_wait_group_read<PENDING>();
+    mbarrier_arrive(c.s.empty + lent.stage);
+  }
+  lent.stage = -1;
+}
+// Put a warp's part of a chunk back into the ring, and store it to `to` from there. Give back the stage of the store before.
+DEVICE void store_chunk(Consumer& c, char* at, float* to, const float4 (&state)[PASSES], Lent& lent) {
+#pragma unroll
+  for (int pass = 0; pass < PASSES; ++pass) *(float4*)(at + unit_at(c, pass) * 16) = state[pass];
+  fence_proxy_async_shared();
+  syncwarp();
+  if (c.lane == 0) {
+    const int unit = unit_at(c, 0);
+    cp_async_bulk_store(to + unit * 4, at + unit * 16, PASSES * 512);
+    tma_store_commit_group();
+  }
+  const int stage = c.ring.stage;
+  give_back<1>(c, lent);
+  lent.stage = stage;
+  c.ring.advance();
+}
+// Advance one chunk of a state, which is taken from the ring, in registers; store it to `to` if BULK_STORES, and if `to` is not null.
+DEVICE void advance_chunk(Consumer& c, const float4* factors, const float4& v, float4& o, float4 (&state)[PASSES], float* to, Lent& lent) {
+  const char* from = c.a.initial ? c.wait_chunk() : nullptr;
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     state[pass] = {0, 0, 0, 0};
-    if (from) state[pass] = *(const float4*)(from + pass * CONSUMER_THREADS * 16);
+    if (from) state[pass] = *(const float4*)(from + unit_at(c, pass) * 16);
   }
-  if (from) c.release_chunk();
+  if (from && !(BULK_STORES && to)) c.release_chunk();
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
-    const float4 f = factors[pass * KEYS_AT_ONCE];
+    const float4 f = factors[pass * PASS_KEYS];
     float4& s = state[pass];
     s.x = s.x * f.x + f.y * v.x, s.y = s.y * f.x + f.y * v.y, s.z = s.z * f.x + f.y * v.z, s.w = s.w * f.x + f.y * v.w;
     o.x += f.z * s.x, o.y += f.z * s.y, o.z += f.z * s.z, o.w += f.z * s.w;
   }
+  if (BULK_STORES && from && to) store_chunk(c, (char*)from, to, state, lent);
 }
 // Advance the state of the block's sequence `i` by its step; leave each thread's o in Shared::partial. The last sequence's state stays in
 // `held`.
 template <bool LAST>
-DEVICE void advance_sequence(Consumer& c, int first, int i, Held& held) {
+DEVICE void advance_sequence(Consumer& c, int first, int i, Held& held, Lent& lent) {
   c.refresh();
   const float4 v = *(const float4*)(c.s.queries_keys + i * EXCHANGED + EXCHANGED_V + c.thread % VALUE_UNITS * 4);
-  const float4* factors = (const float4*)(c.s.decays + i * KEYS * 4) + c.thread / VALUE_UNITS;
+  const float4* factors = (const float4*)(c.s.decays + i * KEYS * 4) + unit_at(c, 0) / VALUE_UNITS;
   float4 o = {0, 0, 0, 0};
   if constexpr (LAST && HOLDS) {
 #pragma unroll
-    for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) advance_chunk(c, factors + chunk * PASSES * KEYS_AT_ONCE, v, o, held.v[chunk]);
+    for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) advance_chunk(c, factors + chunk * PASSES * KEYS_AT_ONCE, v, o, held.v[chunk], nullptr, lent);
   } else {
     float* to = final_of(c, first + i);
 #pragma unroll 1
     for (int chunk = 0; chunk < STATE_CHUNKS; ++chunk) {
       float4 state[PASSES];
-      advance_chunk(c, factors + chunk * PASSES * KEYS_AT_ONCE, v, o, state);
-      if (to) store_passes(to + chunk * STATE_FLOATS, state);
+      float* const chunk_to = to ? to + chunk * STATE_FLOATS : nullptr;
+      advance_chunk(c, factors + chunk * PASSES * KEYS_AT_ONCE, v, o, state, chunk_to, lent);
+      if (to && !(BULK_STORES && c.a.initial)) store_passes(c, chunk_to, state);
     }
   }
   *(float4*)(c.s.partial + (i * CONSUMER_THREADS + c.thread) * 4) = o;
@@ -170,7 +209,7 @@ DEVICE void publish_sequences(Consumer& c, int first, int count) {
   }
 }
 // Run the recurrence of this CTA's sequences; return the last one, whose state `held` has.
-DEVICE int run_sequences(Consumer& c, Held& held) {
+DEVICE int run_sequences(Consumer& c, Held& held, Lent& lent) {
   const int all = sequences_of(c.a, c.member);
 #pragma unroll 1
   for (int first = 0; first < all; first += BLOCK_ROWS) {
@@ -179,8 +218,8 @@ DEVICE int run_sequences(Consumer& c, Held& held) {
     if (first == 0) c.mark(3);
     make_factors(c, first, count);
 #pragma unroll 1
-    for (int i = 0; i < count && first + i < all - 1; ++i) advance_sequence<false>(c, first, i, held);
-    if (first + count == all) advance_sequence<true>(c, first, count - 1, held);
+    for (int i = 0; i < count && first + i < all - 1; ++i) advance_sequence<false>(c, first, i, held, lent);
+    if (first + count == all) advance_sequence<true>(c, first, count - 1, held, lent);
     c.sync();
     if (first + count == all) c.mark(4);
     publish_sequences(c, first, count);

@@ -281,18 +281,25 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
       c.arrive(c.head), c.await(c.head, MEMBERS);
     c.mark(2);
     Held held;
-    const int last = run_sequences(c, held);
+    Lent lent;
+    const int last = run_sequences(c, held, lent);
+    if constexpr (PROXY_FENCES) fence_proxy_async_global();
     c.arrive(HEADS);
+    give_back<0>(c, lent);  // as few stages are left to the output weight as stores read
     c.mark(5);
     multiply_output(c, maps, [&] { store_held(c, last, held); });
   } else {
     State state;
     int stored_from = 0;
     multiply_input(c, maps, [&](int segment) {
+      if (COPIED && segment == LOW_RANK) {
+        cp_async_wait_all();  // for the small weights, which have had time to arrive
+        copy_state(c);
+      }
       if (segment == VALUE) {
-        cp_async_wait_all();
+        if constexpr (!COPIED) cp_async_wait_all();
         if constexpr (!TAGGED) c.arrive(c.head);
-        load_state(c, 0, state);
+        if constexpr (!COPIED) load_state(c, 0, state);
         c.mark(2);
       }
       if (segment == GATE) {

@@ -8,6 +8,11 @@
 #pragma once
 
 DEVICE float* gated_words(const Consumer& c) { return (float*)(c.a.counters + COUNTER_WORDS) + (long long)HEADS * c.a.rows * EXCHANGED; }
+// Place of a column among the words of a row. A thread polls eight columns by two loads of 16 bytes, and a load that sees other CTAs' stores
+// passes L1. So the first halves of a warp's 32 times eight columns follow each other, then the second halves: each load of a warp reads
+// whole sectors of 32 bytes, where halves side by side would be read from L2 twice.
+constexpr bool HALVES_APART = INNER % 256 == 0;
+DEVICE int word_of(int column) { return HALVES_APART ? (column & ~255) | (column & 4) << 5 | (column & 248) >> 1 | (column & 3) : column; }
 DEVICE float* square_words(const Consumer& c) { return TAGGED_GATED ? gated_words(c) + c.a.rows * INNER : c.a.squares; }
 
 DEVICE float norm_weight(const Consumer& c, int at) {
@@ -21,12 +26,12 @@ DEVICE void publish_gated(Consumer& c) {
     for (int value = c.lane; value < VALUE_ROWS; value += 32) {
       const float o = c.s.y[(V_AT + value) * Y_PITCH + row], gate = c.s.y[(G_AT + value) * Y_PITCH + row];
       const float gated = o * norm_weight(c, c.member * VALUE_ROWS + value) * silu(gate);
-      const int at = row * INNER + c.head * VALUES + c.member * VALUE_ROWS + value;
+      const int column = c.head * VALUES + c.member * VALUE_ROWS + value;
       squares += o * o;
       if constexpr (TAGGED_GATED)
-        store_relaxed((u32*)gated_words(c) + at, tagged(gated));
+        store_relaxed((u32*)gated_words(c) + row * INNER + word_of(column), tagged(gated));
       else
-        ((u16*)c.a.gated)[at] = to_bf16(gated);
+        ((u16*)c.a.gated)[row * INNER + column] = to_bf16(gated);
     }
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) squares += shfl_xor(squares, mask);
@@ -76,8 +81,8 @@ constexpr bool OWN_NORM = TAGGED_GATED && (MEMBERS == 4 || MEMBERS == 8 || MEMBE
 constexpr int SQUARE_UNITS = OWN_NORM ? MEMBERS / 4 : 1;
 struct Eight { uint4 low, high, squares[SQUARE_UNITS]; };
 DEVICE Eight load_eight(const Consumer& c, int row, int column) {
-  const uint4 *from = (const uint4*)(gated_words(c) + row * INNER + column);
-  Eight v = {load_relaxed(from), load_relaxed(from + 1), {}};
+  const uint4 *from = (const uint4*)(gated_words(c) + row * INNER + word_of(column));
+  Eight v = {load_relaxed(from), load_relaxed(from + (HALVES_APART ? 32 : 1)), {}};
   if constexpr (OWN_NORM) {
     const uint4* squares = (const uint4*)(square_words(c) + (row * HEADS + column / VALUES) * MEMBERS);
 #pragma unroll
@@ -113,7 +118,7 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
     if (c.thread == 0) {
       if (slab == 0) {
         spin_until([&] { return load_acquire(c.counter(HEADS)) >= (u32)CTAS; });
-        fence_proxy_async();
+        PROXY_FENCES ? fence_proxy_async_global() : fence_proxy_async();
       }
       Boxes<OUT_SLAB>::issue(c.s, maps.gated, slab, blocks);
     }
