@@ -100,18 +100,23 @@ ALONE = {"overlap": False, "resident": 1}
 """Fields of a configuration whose launches begin when the one before has ended."""
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"copied": {"copied": True}, "bulk": {"bulk": True}, "proxy_fences": {"proxy_fences": True}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"{name}_{value}": {name: value} for name in ("copied", "bulk") for value in (False, True)},
+    "proxy_fences": {"proxy_fences": True},
+}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", [f"{batch}_sequences" for batch in (1, 2, 4, 8, 16, 64)])
-def test_settings_that_are_off_by_default_pass_the_gate(name, setting, device):
+def test_every_setting_passes_the_gate(name, setting, device):
     case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
     with configured(**SETTINGS[setting]):
         assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
 
 
-@pytest.mark.parametrize("fields", [{"proxy_fences": True}, {"bulk": True}, {"bulk": True, "proxy_fences": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"proxy_fences": True}, {"bulk": True}, {"bulk": False}, {"bulk": True, "proxy_fences": True}], ids=str
+)
 @pytest.mark.parametrize("name", ["8_sequences", "16_sequences"])
 def test_chains_of_steps_with_whole_sequences_repeat_their_bits(name, fields, device):
     """A bulk copy that reads gated o or a state too early gives other bits. Each launch reads the state of the one before."""

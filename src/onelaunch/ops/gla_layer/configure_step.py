@@ -69,6 +69,12 @@ TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
 They lie in the zeroed memory of which captured calls have a reserve, and all CTAs read the latter in float32.
 """
 
+COPIED_ROWS = 4
+"""Most rows of x with which the states are copied to shared memory early, where value channels are divided among CTAs.
+
+Loads into registers would have to land before q and k are asked for, see docs/notebook/gla_layer.md.
+"""
+
 MARKERS, ARRIVALS = 8, 40
 """Number of profile markers of a CTA: of its phases, and of the first chunks that it copies."""
 
@@ -255,7 +261,9 @@ def config_of(
         for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
-                return replace(config, flight=min(FLIGHT, stages), resident=resident)
+                config = replace(config, flight=min(FLIGHT, stages), resident=resident)
+                copied, bulk = not by_sequence and batch * length <= COPIED_ROWS, by_sequence and values <= 128
+                return with_settings(config, copied=copied, bulk=bulk) or config
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
