@@ -41,7 +41,7 @@ class Forward(ABC):
         """Reason why the weights were not moved into one buffer."""
         self._buffers: dict[int, int] = {}
         """Address of the buffer that each group was moved into, by the group's index."""
-        self._unseen = [(name, each, type(each), getattr(each, "bias", None) is not None) for name, each in self.not_called()]
+        self._unseen = [_Unseen(module, name, each) for name, each in self.not_called()]
 
     @classmethod
     @abstractmethod
@@ -78,15 +78,8 @@ class Forward(ABC):
         """Return why this call must run the original forward, or ``None``."""
         if type(x) is not torch.Tensor and type(x) is not nn.Parameter:
             return f"the input is a {type(x).__name__}"
-        for name, module, kind, biased in self._unseen:
-            if find(self.module, name) is not module or "forward" in module.__dict__:
-                return f"{name} was replaced"
-            if type(module) is not kind:  # as FSDP2 does with each module that it is applied to
-                return f"{name} is of the class {type(module).__name__} now"
-            if not biased and module._parameters.get("bias") is not None:  # noqa: SLF001 - as onelaunch.nn.packed looks it up
-                return f"{name} has a bias now"
-            if is_hooked(module):
-                return f"{name} has hooks"
+        if (reason := self.why_changed()) is not None:
+            return reason
         dtype = x.dtype
         known, alike = dtype in _FLOATS, True
         for weight in self.weights():
@@ -100,6 +93,31 @@ class Forward(ABC):
         if not alike and not torch.is_autocast_enabled(x.device.type):
             return "the input and the weights differ in dtype"
         return "the call is inside a transform of torch.func" if is_transformed() else None
+
+    def why_changed(self) -> str | None:
+        """Return how a submodule that is not called differs from what it was when this object was made, or ``None``.
+
+        Each call asks, so what PyTorch keeps is looked up here without calls of functions.
+        """
+        traced = is_compiling()  # Dynamo follows attributes of modules, not their dictionaries
+        for each in self._unseen:
+            module = each.module
+            if traced:
+                replaced = find(self.module, each.name) is not module
+            else:
+                replaced = False
+                for parent, key, found in each.links:
+                    if parent._modules.get(key) is not found:  # noqa: SLF001 - as onelaunch.nn.packed looks it up
+                        replaced = True
+            if replaced or "forward" in module.__dict__:
+                return f"{each.name} was replaced"
+            if type(module) is not each.kind:  # as FSDP2 does with each module that it is applied to
+                return f"{each.name} is of the class {type(module).__name__} now"
+            if not each.biased and module._parameters.get("bias") is not None:  # noqa: SLF001
+                return f"{each.name} has a bias now"
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
+                return f"{each.name} has hooks"
+        return None
 
     def lay(self, owners: Owners) -> None:
         """Move each group of weights into one buffer, unless it lies in one or cannot be moved."""
@@ -138,6 +156,20 @@ class Forward(ABC):
         else:
             why = self.why_not_laid or "they are no longer adjacent in memory"
         return f"{self.separately()}, since {why}"
+
+
+class _Unseen:
+    """Submodule that the original forward calls and the one in its place does not, as it was when it was seen."""
+
+    def __init__(self, root: nn.Module, name: str, module: nn.Module) -> None:
+        self.name, self.module, self.kind = name, module, type(module)
+        self.biased = getattr(module, "bias", None) is not None
+        self.links: list[tuple[nn.Module, str, nn.Module]] = []
+        """Parent, key and child of each step from the root to the submodule, whose name may hold dots."""
+        for key in name.split("."):
+            found = child(root, key)
+            self.links.append((root, key, found))
+            root = found
 
 
 _FLOATS = frozenset(checks.FLOATS)

@@ -69,9 +69,14 @@ def are_adjacent(parts: Sequence[torch.Tensor]) -> bool:
         if part.data_ptr() != end or part.dtype != first.dtype or not part.is_contiguous():
             return False
         end += part.numel() * part.element_size()
-    # Two storages may lie next to each other by chance; a view must not leave its own.
-    storage = first.untyped_storage()
-    return storage.data_ptr() <= begin and end <= storage.data_ptr() + storage.nbytes()
+    return is_within(first, begin, end)
+
+
+def is_within(tensor: torch.Tensor, begin: int, end: int) -> bool:
+    """Return whether addresses lie in a tensor's storage: two storages may lie next to each other by chance."""
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    return address <= begin and end <= address + storage.nbytes()
 
 
 def together(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -80,8 +85,11 @@ def together(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     It is ``None`` under ``torch.compile`` too, since a graph that was compiled for the present addresses would be wrong for
     others, and addresses are no condition under which PyTorch compiles again.
     """
-    if is_traced(parts[0]) or not are_adjacent(parts):
-        return None
+    return None if is_traced(parts[0]) or not are_adjacent(parts) else joined_in_place(parts)
+
+
+def joined_in_place(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return parts that lie one behind the other in one storage as one tensor that shares their memory."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return Together.apply(*parts)
     return _view(parts)
