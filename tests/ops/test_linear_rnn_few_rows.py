@@ -116,6 +116,15 @@ def test_results_are_correct(name, dtype):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize(
+    "name", ["a_step", "no_multiples_of_tiles", "decays_of_minus_infinity", "no_gate", "two_parts", "packed"]
+)
+def test_the_product_in_a_launch_of_its_own_is_correct(name):
+    case = LINEAR_RNN.case("float16", **CASES[name])
+    assert_ok(_JUDGE.judge(LINEAR_RNN, case, variant="semi_fused_few_rows"), LINEAR_RNN, case, "semi_fused_few_rows")
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 17, 33, 64])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_number_of_rows_is_correct(rows, dtype):

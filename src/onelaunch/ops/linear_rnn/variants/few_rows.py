@@ -1,5 +1,7 @@
 """The variant ``fused_few_rows`` of ``linear_rnn``: one launch for steps of decoding, in Triton, and in CUDA for Hopper.
 
+``semi_fused_few_rows`` is its ablation: the same product in a launch of its own.
+
 The kernel for Hopper is for at most 16 rows in bfloat16. On an H100 it is 1.42 to 2.32 times as fast as two launches (study
 ``040-decoding-step`` at 3a4b8f3e). With 64 rows the one in Triton is 1.66 times as fast as two launches at one step, and slower
 at several (docs/notebook/linear_rnn.md). All times are of a weight stored by rows. With one by columns, as ``nn.LinearRNN`` has
@@ -19,6 +21,7 @@ import torch
 
 from onelaunch.operation import Example, Query
 from onelaunch.operation.requirements import cannot_scan
+from onelaunch.ops.gated_scan.variants import triton as scan
 from onelaunch.ops.linear_rnn.autograd import launches, one_launch
 from onelaunch.ops.linear_rnn.configure_few_rows import MOST_COLUMNS, MOST_ROWS
 from onelaunch.ops.linear_rnn.contract import LinearRNNCall, linear_rnn
@@ -57,10 +60,28 @@ def fused_few_rows(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
     return one_launch(call, "few_rows")
 
 
+@linear_rnn.variant(
+    "semi_fused_few_rows", launches=2, fuses=("scan", "gate"), gemm="triton", partial_sums=True, backward=False,
+    by_name_only=True,
+)  # fmt: skip
+def semi_fused_few_rows(call: LinearRNNCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the product of ``fused_few_rows`` in a launch of its own, then scan and gate in another: an ablation of the fusion.
+
+    Each row counts as a sequence of one step without a state, for which the kernel stores v, and reads decays for nothing.
+    """
+    rows = call.x.shape[0] * call.x.shape[1]
+    x, log_decay = (each.reshape(rows, 1, each.shape[2]) for each in (call.x, call.log_decay))
+    alone = call._replace(x=x, log_decay=log_decay, gate=None, initial_state=None, cu_seqlens=None, output_final_state=False)
+    v, _ = one_launch(alone, "few_rows")
+    return scan.fused(call.scan_call(v.view(*call.x.shape[:2], -1)))
+
+
 fused_few_rows.supports(cannot_scan)
+semi_fused_few_rows.supports(cannot_scan)
 
 
 @fused_few_rows.supports
+@semi_fused_few_rows.supports
 def has_few_rows(query: Query) -> str | None:
     """Return why a call has too many rows for a tile, or rows too long for offsets in it, or ``None``."""
     batch, length, width, _ = query.sizes
@@ -76,6 +97,12 @@ def has_more_steps_than_pay(query: Query) -> str | None:
     if length == 1 or batch * length <= FASTER_ROWS_OF_STEPS:
         return None
     return f"is left out beyond {FASTER_ROWS_OF_STEPS} rows B * T of several steps, up to which it was measured to be faster"
+
+
+@semi_fused_few_rows.examples
+def a_step() -> list[Example]:
+    """Return a step of one sequence from a state into a state."""
+    return [Example(linear_rnn.case("bfloat16", B=1, T=1, D=2048, V=2048, initial_state=True, final_state=True))]
 
 
 @fused_few_rows.examples
