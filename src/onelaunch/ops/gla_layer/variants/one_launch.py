@@ -1,7 +1,7 @@
 """The variant ``one_launch`` of ``gla_layer``: the whole layer in one cooperative launch on Hopper, for steps of decoding.
 
-On an H100 the study ``058-decoding-step`` measured 0.72 to 0.96 of the time of five launches up to 32 rows B T, and 1.24 to 2.2
-times it with 64 (3a4b8f3e, docs/notebook/gla_layer.md). ``auto`` takes it up to 32 rows, or 16 of several steps, where a table of
+On an H100 the study ``058-decoding-step`` measured 0.71 to 0.94 of the time of five launches up to 32 rows B T, and 1.21 to 2.1
+times it with 64 (c7cad683, docs/notebook/gla_layer.md). ``auto`` takes it up to 32 rows, or 16 of several steps, where a table of
 measured times says that it is the fastest.
 
 The dispatcher, studies and tests find registered variants by name. ``fuses`` names the steps that share the kernel. Since it
@@ -24,9 +24,9 @@ from onelaunch.ops.gla_layer.contract import COMMON_RANK, CONVOLVED, HIGH_RANK, 
 FASTER_ROWS, FASTER_ROWS_OF_STEPS = 32, 16
 """Most rows B T with which ``auto`` takes the variant, if each sequence has one step, and if sequences have several.
 
-On an H100 one launch was faster than five up to these rows. With 64 it took 1.24 times as long as they at one step, and 2.2 times
+On an H100 one launch was faster than five up to these rows. With 64 it took 1.21 times as long as they at one step, and 2.1 times
 at 64 steps of one sequence. 17 to 32 rows of several steps were not measured: from 16 to 64 steps of one sequence its time grows
-from 32.5 to 92.7 us, and that of five launches from 37.9 to 41.7.
+from 31.8 to 88.6 us, and that of five launches from 37.7 to 41.4.
 """
 
 
