@@ -1,4 +1,4 @@
-"""Tests of the order of candidates in rounds, and of when a measurement takes more rounds."""
+"""Tests of the order of candidates in rounds, and of when, and where, a measurement takes more rounds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from collections import Counter
 import pytest
 import torch
 
-from onelaunch.workbench.measure.rounds import by_turns, is_unsteady, order
+from onelaunch.workbench.asked import cases_in
+from onelaunch.workbench.measure import timing
+from onelaunch.workbench.measure.rounds import MOST_TIMES, by_turns, is_unsteady, most_rounds, order
 from onelaunch.workbench.result import Noise
 from onelaunch.workbench.stored import Estimate
+from onelaunch.workbench.study import Criterion
+from onelaunch.workbench.study.read import load_study
+from tests.workbench.runs import FASTER, quick, run, steps, study
+
+__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
 @pytest.mark.parametrize(
@@ -21,6 +28,54 @@ def test_only_calls_from_python_on_a_gpu_get_more_rounds(device, regime, floor, 
     ratio = Estimate(median=1.0, low=1 / floor, high=floor, samples=5)
     noise = Noise(shape="one", direction="forward", regime=regime, ratio=ratio, floor=floor)
     assert is_unsteady([noise], torch.device(device)) == unsteady
+
+
+@pytest.mark.parametrize(("steady", "times"), [(True, MOST_TIMES), (False, 1)])
+def test_more_rounds_are_taken_only_if_they_are_to_be_steady(steady, times):
+    assert most_rounds(12, steady_eager=steady) == 12 * times
+
+
+def eager(**more):
+    """Return a criterion on eager times of ``parallel`` at the shape ``first``; ``more`` replaces or adds keys."""
+    facts = {"name": "eager", "measure": "speedup", "of": "parallel", "at": "first", "regime": "eager", "at_least": 1.0}
+    return Criterion(**(facts | more))
+
+
+@pytest.mark.parametrize(
+    ("criteria", "cases"),
+    [
+        ([], set()),
+        ([FASTER], set()),
+        ([eager()], {("first", "forward")}),
+        ([eager(at=None)], {("first", "forward"), ("second", "forward")}),
+        ([eager(direction="forward_backward")], {("first", "forward_backward")}),
+        ([eager(directions=("forward", "forward_backward"))], {("first", "forward"), ("first", "forward_backward")}),
+        ([FASTER, eager(at="second")], {("second", "forward")}),
+        ([eager(regime="cold", over_regime="eager")], {("first", "forward")}),
+        ([eager(over_regime="cold")], {("first", "forward")}),
+        ([eager(over="parallel", over_at="second")], {("first", "forward"), ("second", "forward")}),
+        ([eager(measure="time", at_least=None, at_most=9.0)], {("first", "forward")}),
+        ([eager(measure="peak_memory_ratio", of={}, at_least=None, at_most=1.0)], {("first", "forward")}),
+    ],
+)
+def test_eager_times_are_to_be_steady_where_a_criterion_reads_them(criteria, cases):
+    assert cases_in(study(*criteria, directions=("forward", "forward_backward")), "eager") == cases
+
+
+@pytest.mark.parametrize(("name", "asked"), [("040-linear-rnn", False), ("dual-gemm-swiglu", False), ("everyday-calls", True)])
+def test_only_studies_that_ask_for_eager_times_need_them_steady(name, asked, pytestconfig):
+    assert bool(cases_in(load_study(pytestconfig.rootpath / "studies" / f"{name}.toml"), "eager")) == asked
+
+
+def test_a_run_asks_for_steady_times_at_the_cases_of_the_criteria(quick):
+    asked = {}
+
+    def measured(operation, case, direction, *, steady_eager, **given):
+        asked[case.name, direction] = steady_eager
+        return timing.measure(operation, case, direction, steady_eager=steady_eager, **given)
+
+    run(study(eager(at="second")), steps=steps(measure=measured))
+    assert asked == {("first", "forward"): False, ("second", "forward"): True}
 
 
 def test_parts_of_samples_are_taken_by_turns():

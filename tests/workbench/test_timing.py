@@ -292,13 +292,14 @@ def test_a_refused_regime_does_not_affect_the_others(scripted, monkeypatch):
     assert found.candidates["eager"].status == "ok"
 
 
-def test_calls_from_python_get_more_rounds_while_the_noise_is_high(scripted, monkeypatch):
+@pytest.mark.parametrize(("steady", "rounds"), [({}, 8), ({"steady_eager": False}, 5)])
+def test_calls_from_python_get_more_rounds_while_the_noise_is_high(steady, rounds, scripted, monkeypatch):
     scripted(lambda name, regime, n: 10.0)
     asked = []
     monkeypatch.setattr(timing, "is_unsteady", lambda noise, device: asked.append(noise) or len(asked) < 4)
-    found = run(regimes=("cold", "eager"), rounds=5)
-    assert {one.regime: len(one.rounds) for one in found.candidates["parallel"].timings} == {"cold": 5, "eager": 8}
-    assert {each.regime for each in asked[0]} == {"cold", "eager"}
+    found = run(regimes=("cold", "eager"), rounds=5, **steady)
+    assert {one.regime: len(one.rounds) for one in found.candidates["parallel"].timings} == {"cold": 5, "eager": rounds}
+    assert all({each.regime for each in noise} == {"cold", "eager"} for noise in asked)
 
 
 def test_the_time_limit_stops_after_three_rounds_at_the_earliest():

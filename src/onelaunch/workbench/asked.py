@@ -1,6 +1,6 @@
-"""Cases and variants at which the criteria of a study ask for counts.
+"""Cases and variants at which the criteria of a study ask for counts, and cases at which they ask for times in a regime.
 
-``running.py`` calls these functions before it counts DRAM bytes, launches and barriers or takes host times.
+``running.py`` calls these functions before it times a case, counts DRAM bytes, launches and barriers, or takes host times.
 
 A criterion reads a value of ``of``, or compares ``of`` with ``over`` (by default the baseline). Each is the name of a variant or
 control, or tags that stand for the fastest variant with them. ``count`` is an option of a run: ``"all"`` counts at every case,
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from onelaunch.operation import Direction
-from onelaunch.workbench.study import Study, measures
+from onelaunch.workbench.study import Regime, Study, measures
 
 
 def cases_to_count(study: Study, count: bool | Literal["all"]) -> frozenset[tuple[str, Direction]]:
@@ -33,6 +33,21 @@ def cases_of(study: Study, names: Sequence[str]) -> frozenset[tuple[str, Directi
     asked = [criterion for criterion in study.criteria if criterion.measure in names]
     pairs = [pair for criterion in asked for pair in study.asked(criterion)]
     return frozenset((pair.shape.name, pair.criterion.direction) for pair in pairs)
+
+
+def cases_in(study: Study, regime: Regime) -> frozenset[tuple[str, Direction]]:
+    """Return the cases at which a criterion reads times in this regime, of ``of`` or of ``over``.
+
+    Both sides count in either regime, because the noise of a comparison is the largest at its shapes and in its regimes. Criteria
+    on other measures than times count too: theirs may select the variant that is the fastest in the regime.
+    """
+    pairs = [pair for criterion in study.criteria for pair in study.asked(criterion)]
+    return frozenset(
+        (shape.name, pair.criterion.direction)
+        for pair in pairs
+        if regime in (pair.criterion.regime, pair.criterion.over_regime)
+        for _, shape in study.sides(pair.criterion, pair.shape)
+    )
 
 
 def named_for(study: Study, names: Sequence[str]) -> set[str]:

@@ -19,7 +19,7 @@ import torch
 from onelaunch.device import hardware
 from onelaunch.errors import OutputUnwritable
 from onelaunch.operation import Case, Direction, Operation
-from onelaunch.workbench.asked import cases_of, cases_to_count, measures_of_bytes, named_for
+from onelaunch.workbench.asked import cases_in, cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
@@ -102,6 +102,8 @@ class Run:
         wanted = taken_measures() if self.options.count else []
         self.counts = {measure.kept: (measure, cases_of(self.study, kept_as(measure.kept))) for measure in wanted}
         """Measures that a step of its own takes, each with the cases at which a criterion asks for it."""
+        self.steady = cases_in(self.study, "eager")
+        """Cases at which calls from Python are timed until their noise is low, since a criterion reads these times."""
         if self.options.quick:
             self.plan = self.plan.in_first_direction()
             first = self.study.directions[0].replace("_", " and ")
@@ -356,6 +358,7 @@ class Run:
                 judge=self.judge,
                 time_cap_seconds=self.options.time_cap,
                 timing_seed=self.options.timing_seed,
+                steady_eager=(case.name, direction) in self.steady,
                 examine=[
                     planned.variant
                     for planned in runnable

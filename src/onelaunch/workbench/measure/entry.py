@@ -79,6 +79,13 @@ class Entry:
             errors = verdict if verdict.components or self.result.verdict is None else self.result.verdict
             self.result.verdict = verdict.model_copy(update={"components": errors.components})
 
+    def share_blame_of(self, again: Entry) -> None:
+        """Take the status of the second copy of this variant, the baseline, if that one does not pass."""
+        wrong = again.result.status in ("incorrect", OUTSIDE) and again.result.status != self.result.status
+        if self.runs and wrong:
+            self.result.status, self.result.reason = again.result.status, again.result.reason
+            self.result.verdict = again.result.verdict or self.result.verdict
+
     def release(self) -> None:
         """Free the memory of its inputs, outputs and graphs."""
         self.sampler, self.loops = None, {}

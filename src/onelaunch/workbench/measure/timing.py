@@ -27,9 +27,9 @@ from onelaunch.workbench.measure.clocks import Clocks
 from onelaunch.workbench.measure.entry import RAISED, Entry
 from onelaunch.workbench.measure.outcomes import CandidateResult, Interrupted, Measurements, invalidate, too_fast
 from onelaunch.workbench.measure.rotation import Rotation, rotate
-from onelaunch.workbench.measure.rounds import MOST_TIMES, by_turns, is_unsteady, order, stopped
+from onelaunch.workbench.measure.rounds import by_turns, is_unsteady, most_rounds, order, stopped
 from onelaunch.workbench.measure.sampling import make_sampler
-from onelaunch.workbench.result import OUTSIDE, Noise, Regime, Status, Timing, Verdict
+from onelaunch.workbench.result import Noise, Regime, Status, Timing, Verdict
 from onelaunch.workbench.stored import LEAST_TIME, MOST_TIME
 from onelaunch.workbench.study import LOOPS
 from onelaunch.workbench.study.plan import missing_package, variant_for
@@ -86,6 +86,7 @@ def measure(
     bounds_again: Callable[[], Mapping[str, float]] | None = None,
     judge: Judge | None = None,
     time_cap_seconds: float = 60.0,
+    steady_eager: bool = True,
     examine: Collection[str] = (),
     on_progress: Progress | None = None,
     on_turn: Turn | None = None,
@@ -113,6 +114,8 @@ def measure(
             well below its bound, before the time becomes ``invalid``.
         judge: Judge whose cache of oracle outputs is used. Pass the same one for every measurement of a study.
         time_cap_seconds: Seconds after which no new round begins. Three rounds are always measured.
+        steady_eager: Whether more rounds of calls from Python follow on a GPU while their A/A noise is high, see
+            :func:`~onelaunch.workbench.measure.rounds.most_rounds`. A study asks for them where a criterion reads such times.
         examine: Names of the variants that are also examined by :func:`~onelaunch.workbench.verify.repeated.examine_once`, which
             takes many calls. One that fails is incorrect.
         on_progress: Callback for the progress.
@@ -148,7 +151,7 @@ def measure(
     try:
         session.verify()
         session.prepare()
-        session.take_rounds(rounds, time_cap_seconds)
+        session.take_rounds(rounds, time_cap_seconds, most_rounds(rounds, steady_eager=steady_eager))
         session.verify_again()
         session.release()  # measuring the peaks again needs memory for buffers of its own
         return session.measurements(floors or {}, bounds_again)
@@ -284,8 +287,11 @@ class _Session:
         shown = [(name, entry.sampler) for (name, kind), entry in self.entries.items() if kind != "again"]
         self.notes += [f"{name}: {sampler.note}" for name, sampler in shown if sampler is not None and sampler.note]
 
-    def take_rounds(self, rounds: int, time_cap_seconds: float) -> None:
-        """Take samples of all candidates in all regimes, round by round, until the time cap."""
+    def take_rounds(self, rounds: int, time_cap_seconds: float, most: int) -> None:
+        """Take samples of all candidates in all regimes, round by round, until the time cap.
+
+        Up to ``most`` rounds of calls from Python follow while their A/A noise is high.
+        """
         self._warm_up()
         for entry in self.entries.values():
             entry.seconds = 0.0
@@ -297,7 +303,7 @@ class _Session:
             self.progress("time", index, rounds)
             self._take_round(index, self.regimes)
             self.clocks.sample()
-        for index in range(rounds, MOST_TIMES * rounds):
+        for index in range(rounds, most):
             if not is_unsteady(self._noise(), self.device) or time.perf_counter() - start > time_cap_seconds:
                 break
             self._take_round(index, ("eager",))
@@ -356,16 +362,9 @@ class _Session:
                 entry.result.reason = f"The steps that were timed ({problem[0]}) are wrong: {problem[1]}"
             elif entry.sampler.refused:
                 entry.result.status, entry.result.reason = next(iter(entry.sampler.refused.values()))
-        self._blame_for_the_copy()
-
-    def _blame_for_the_copy(self) -> None:
-        """Give the baseline the status of its second copy if that one does not pass, since both are the same variant."""
         for (name, kind), again in self.entries.items():
-            main = self.entries[name, "variant"] if kind == "again" else again
-            wrong = again.result.status in ("incorrect", OUTSIDE) and again.result.status != main.result.status
-            if main is not again and main.runs and wrong:
-                main.result.status, main.result.reason = again.result.status, again.result.reason
-                main.result.verdict = again.result.verdict or main.result.verdict
+            if kind == "again":
+                self.entries[name, "variant"].share_blame_of(again)
 
     def interrupt(self) -> None:
         """Mark every running candidate as interrupted, with the number of its finished rounds."""
