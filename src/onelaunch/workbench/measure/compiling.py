@@ -1,23 +1,17 @@
-"""Make every call of a study once, in several processes at the same time, so that the measuring process need not compile.
-
-The calls at the probes of operations come first. The measuring process then judges variants on the probes, while the others go on
-with the calls that will be measured.
+"""Make a call of a study once, in a process beside the one that measures, so that the measuring process need not compile.
 
 Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. Autotuning is left to the
 measuring process, because processes that share a device disturb each other's times. But the configurations that an autotuner will
-try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
-:func:`calls_to_compile` and of ``probing.py``. Without processes it calls :func:`compile_probes` before variants are judged.
+try can be compiled: each process compiles a part of them. ``running.py`` passes the calls of :func:`calls_to_compile` to
+``ahead.py``, whose processes make each by :func:`call_once`. Without processes it calls :func:`compile_probes` before variants
+are judged on probes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +21,12 @@ from onelaunch.device.architectures import ARCHITECTURES, architecture_of
 from onelaunch.device.tools import package_installed
 from onelaunch.launch.build import Build
 from onelaunch.launch.side_by_side import compile_builds, current_architecture, jobs
-from onelaunch.operation import Case, Direction, Operation
+from onelaunch.operation import Direction, Operation
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
-from onelaunch.workbench.measure.cores import give_way
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
-from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs
-from onelaunch.workbench.verify.probes import Prepared
-from onelaunch.workbench.verify.views import slices
+from onelaunch.workbench.verify.calls import Candidate, draw_gradients, make_inputs
 
 
 class CompileCall(NamedTuple):
@@ -47,22 +38,6 @@ class CompileCall(NamedTuple):
     part: int = 0
     parts: int = 1
     """Number of parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
-
-
-class ProbeCall(NamedTuple):
-    """Calls of a variant at one probe of its operation that a process makes once, so that their kernels are compiled."""
-
-    shape: str
-    """First shape at which the variant is measured."""
-    direction: Direction
-    """Direction of the calls. One with gradients includes the forward call without gradients."""
-    variant: str
-    probe: int
-    """Index of the probe among those of the operation."""
-
-
-PATIENCE = 300.0
-"""Seconds without a finished call after which all processes are killed, and the remaining calls given up."""
 
 
 def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
@@ -82,82 +57,6 @@ def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int)
             else:
                 later += calls
     yield from later
-
-
-def compile_ahead(
-    study: Study,
-    calls: Iterable[CompileCall | ProbeCall],
-    device: str,
-    processes: int,
-    report: Callable[[CompileCall | ProbeCall, int, int], None],
-    judge: Callable[[], None] = lambda: None,
-) -> list[str]:
-    """Make calls of a study in several processes, and report the progress after each.
-
-    Args:
-        study: Study of the calls. Each process receives a copy.
-        calls: Calls to make, in this order, those at probes first.
-        device: Device of all processes. Each process makes one call at a time, so the device needs memory for as many calls as
-            there are processes.
-        processes: Number of processes.
-        report: Callback in this process, with the call, the number of calls that are done, and the number of all calls.
-        judge: Callback in this process that judges variants on probes. It is called once the calls at probes are made, and other
-            processes make the rest meanwhile.
-
-    Returns:
-        One line for each call that failed. These are no errors, because the call is made again when it is measured. Calls at
-        probes are left out, because many are refused.
-    """
-    waiting = list(calls)
-    failed: list[str] = []
-    if not waiting:
-        judge()
-        return failed
-    before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context, initializer=give_way)
-    try:
-        futures = {pool.submit(call_once, study, call, device): call for call in waiting}
-        workers = set(multiprocessing.active_children()) - before
-        done, given_up = 0, ""
-        for at_probes in (True, False):
-            group = [future for future, call in futures.items() if isinstance(call, ProbeCall) is at_probes and not given_up]
-            try:
-                for future in _ended(group):
-                    done += 1
-                    call = futures[future]
-                    if problem := future.result():
-                        failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {problem}")
-                    report(call, done, len(futures))
-            except BrokenProcessPool:
-                given_up = "A process died while it compiled."
-            except TimeoutError as stuck:
-                given_up = str(stuck)
-                for worker in workers:
-                    worker.kill()
-            if at_probes:
-                judge()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C need not wait for a compiler
-    return [*failed, f"{given_up} The calls that were left are compiled when they are measured."] if given_up else failed
-
-
-def _ended(futures: Collection[Future[str | None]]) -> Iterator[Future[str | None]]:
-    """Yield the futures of calls as they end.
-
-    The waits are short, since Ctrl-C is raised in this thread by another one, and not before a wait is over.
-
-    Raises:
-        TimeoutError: No call ended for :data:`PATIENCE`.
-    """
-    waiting, latest = set(futures), time.monotonic()
-    while waiting:
-        done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-        if done:
-            latest = time.monotonic()
-        elif time.monotonic() - latest > PATIENCE:
-            raise TimeoutError(f"Processes that compile were ended, since none was done with its call within {PATIENCE:g} s.")
-        yield from done
 
 
 def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Direction]]], device: torch.device) -> int:
@@ -271,30 +170,26 @@ def _not_stored() -> None:
     raise LookupError
 
 
-def call_once(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
-    """Make a call as it will be measured or judged, and return the problem if it failed, else ``None``."""
-    if isinstance(call, ProbeCall):
-        _call(study, call, device)
-        return None  # the judge meets the problem again
+def call_once(study: Study, call: CompileCall, device: str) -> str | None:
+    """Make a call as it will be measured, and return the problem if it failed, else ``None``."""
     with part_of_tuning(call.part, call.parts):
-        problem = _call(study, call, device)
+        problem = on_device(torch.device(device), lambda: _make(study, call, torch.device(device)))
     return problem if call.parts == 1 else None  # a part of the configurations may hold none that can be launched
 
 
-def _call(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
-    """Make a call, free its memory, and return the first error that one of the two raised."""
-    where = torch.device(device)
+def on_device(device: torch.device, function: Callable[[], object]) -> str | None:
+    """Call a function with its device as the current one, free its memory, and return the first error that one of them raised."""
     problems: list[str | None] = []
 
     def make() -> None:
-        with hardware.current(where):
-            problems.append(_problem(lambda: _make(study, call, where)))
+        with hardware.current(device):
+            problems.append(_problem(function))
 
     # In a process whose GPU has met an illegal access, for example, making a GPU current may fail, before the call or after it,
     # and so may freeing memory. This run needs such a process no more.
     problems.append(_problem(make))
     gc.collect()  # the other processes need the memory, and CUDA graphs are held by reference cycles
-    if where.type == "cuda":
+    if device.type == "cuda":
         problems.append(_problem(torch.cuda.empty_cache))
     return next(filter(None, problems), None)
 
@@ -308,28 +203,15 @@ def _problem(function: Callable[[], object]) -> str | None:
     return None
 
 
-def _make(study: Study, call: CompileCall | ProbeCall, device: torch.device) -> None:
+def _make(study: Study, call: CompileCall, device: torch.device) -> None:
     """Make one call of a variant, with its backward pass if the direction asks for it. Its device is current."""
     shape = study.shape(call.shape)
     operation, case = study.operation_at(shape), study.case(shape)
     candidate = Candidate.variant(operation, call.variant)
-    if isinstance(call, ProbeCall):
-        probe = operation.listed_probes()[call.probe]
-        inputs = make_inputs(Prepared(operation, probe), probe.case, device, 0, call.direction)
-        # As examine.py judges it: in both directions, then with slices, whose strides may need kernels of their own.
-        candidate(Inputs(inputs.arguments))
-        _call_with_gradients(candidate, inputs, probe.case)
-        candidate(slices(inputs))
-    else:
-        inputs = make_inputs(operation, case, device, 0, call.direction)
-        _call_with_gradients(candidate, inputs, case)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _call_with_gradients(candidate: Candidate, inputs: Inputs, case: Case) -> None:
-    """Call once and, if the inputs are differentiable, run the backward pass with gradients that the inputs then hold."""
+    inputs = make_inputs(operation, case, device, 0, call.direction)
     outputs = candidate.forward(inputs)
     if inputs.differentiable:
         inputs.output_gradients = draw_gradients(outputs, case.dtype, 0, inputs.through)
         candidate.backward(outputs, inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
