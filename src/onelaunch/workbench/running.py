@@ -7,7 +7,6 @@ made.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,7 @@ from onelaunch.workbench.measure.ahead import Groups, Place
 from onelaunch.workbench.measure.checks import ExamineCall, ProbeCall
 from onelaunch.workbench.measure.compiling import compile_probes
 from onelaunch.workbench.measure.count import Request
-from onelaunch.workbench.measure.garbage import collect_garbage
+from onelaunch.workbench.measure.garbage import Garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
@@ -100,6 +99,7 @@ class Run:
         # Digests are taken now, so that files changed during the run are not taken for what ran.
         variant_sources(self.study)
         self._codes = code_of(self.study)
+        self.garbage = Garbage()
         self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
@@ -206,14 +206,14 @@ class Run:
 
         The partial result is saved after the probes of each variant and after each case, where the time limit is looked at too.
         """
-        tuning, frozen = self.options.tuning, gc.get_freeze_count()
+        tuning = self.options.tuning
         if tuning is not None and (note := restore(tuning, hardware.describe(str(self.device)).name)):
             self.notes.append(note)
         try:
             self.compile_ahead()
             self.probe_variants()
             self.save_partial()
-            gc.freeze()  # as after each case: see collect_garbage
+            self.garbage.begin()
             for case in self._turns():
                 self.compile_ahead(case)
                 self.measure(*case)
@@ -224,8 +224,7 @@ class Run:
         except KeyboardInterrupt:
             self.stopped = True
         finally:
-            if not frozen:  # otherwise it would let every later collection traverse what the caller has frozen
-                gc.unfreeze()
+            self.garbage.end()
             if tuning is not None and (note := keep(tuning, hardware.describe(str(self.device)).name)):
                 self.notes.append(note)
 
@@ -298,7 +297,7 @@ class Run:
         self.finished.append((shape, direction))
         # A new judge drops the cached oracle outputs, which the next shape cannot use.
         self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
-        collect_garbage()
+        self.garbage.end_case()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -371,6 +370,7 @@ class Run:
                     for planned in runnable
                     if not planned.control and (self._label(planned), direction) not in self.examined
                 ],
+                on_verified=self.garbage.verified,
                 on_progress=lambda step, done, total: self._report(case.name, direction, step, done, total),
                 on_turn=lambda name, **more: self.on_turn(case.name, direction, name, **more),
             )

@@ -64,7 +64,7 @@ def work(job: Job, state: State, connection: Connection, parents: Connection | N
     """
     if parents is not None:
         parents.close()
-    gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
+        gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
     # Ctrl-C in the terminal then reaches the parent alone, which passes it on once. The parent kills the whole group.
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
