@@ -25,7 +25,7 @@ from onelaunch.workbench import probing
 from onelaunch.workbench.measure import ahead, checks
 from onelaunch.workbench.measure.ahead import FIRST_CASES, GROWTH, Done, Groups, Made, compile_ahead
 from onelaunch.workbench.measure.checks import ExamineCall, ProbeCall, check_once, code_of_variant
-from onelaunch.workbench.measure.compiling import CompileCall
+from onelaunch.workbench.measure.compiling import Called, CompileCall
 from onelaunch.workbench.options import WHOLE
 from onelaunch.workbench.probing import calls_ahead, calls_at_probes, calls_to_examine, code_of, to_probe
 from onelaunch.workbench.result import ProbeReport, Verdict
@@ -137,6 +137,17 @@ def test_variants_are_examined_at_their_first_case_in_each_direction():
     assert not list(calls_to_examine(declared, cells, (), codes, torch.device("cpu")))
 
 
+def test_a_large_case_is_examined_by_the_process_that_measures_alone(monkeypatch):
+    """Also if a later case is smaller, since variants are examined at their first case."""
+    declared = study(variants=("eager", "parallel"), directions=("forward",))
+    first, *others = cells_of(declared)
+    monkeypatch.setattr(probing, "LARGEST_EXAMINED", first.plan.least_bytes)
+    asked = lambda cells: [(call.shape, call.variant) for call in calls_to_examine(declared, cells, (), {}, GPU)]  # noqa: E731
+    assert asked([first, *others]) == [("first", "eager"), ("first", "parallel")]
+    larger = replace(first, plan=first.plan.model_copy(update={"least_bytes": first.plan.least_bytes + 1}))
+    assert asked([larger, *others]) == [("first", "parallel")]
+
+
 def test_a_variant_that_autotunes_is_checked_by_the_process_that_measures(probed, monkeypatch):
     """Other processes would disturb the times by which it chooses."""
     parallel = toy.toy_sum.get("parallel")
@@ -145,8 +156,20 @@ def test_a_variant_that_autotunes_is_checked_by_the_process_that_measures(probed
     cells = cells_of(declared)
     made = calls_ahead(declared, cells, to_probe(declared, cells, WHOLE), (), {}, GPU, 2)
     assert {call.variant for call in made if isinstance(call, (ProbeCall, ExamineCall))} == {"eager"}
-    kinds = [type(call) for call in made]
-    assert kinds == sorted(kinds, key=[ProbeCall, CompileCall, ExamineCall].index)
+
+
+def test_calls_that_take_long_come_first_and_examinations_last(probed, monkeypatch):
+    for name, flag in (("parallel", "tunes"), ("raises", "recompiles")):
+        variant = toy.toy_sum.get(name)
+        monkeypatch.setattr(variant, "capabilities", replace(variant.capabilities, **{flag: True}))
+    declared = study(directions=("forward",))
+    cells = cells_of(declared)
+    made = calls_ahead(declared, cells, to_probe(declared, cells, WHOLE), (), {}, GPU, 2)
+    order = [(type(call), call.variant) for call in made]
+    assert list(dict.fromkeys(order)) == [
+        (CompileCall, "parallel"), (CompileCall, "raises"), (ProbeCall, "eager"), (CompileCall, "eager"), (ExamineCall, "eager"),
+        (ExamineCall, "raises"),
+    ]  # fmt: skip
 
 
 def at_probe(variant, probe=0, directions=("forward",), code=None):
@@ -242,6 +265,38 @@ def test_a_process_looks_for_garbage_only_among_what_its_latest_call_has_made(mo
 
 def test_without_calls_no_process_starts():
     assert compile_ahead(study(), [], "cpu", 4, lambda *_: None) == Made([], {})
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Make calls on one thread in place of processes."""
+    pools = []
+
+    def pool(number, **_):
+        pools.append(number)
+        return ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", pool)
+    return pools
+
+
+@pytest.mark.parametrize(("parts", "numbers"), [(1, [0]), (3, [0, 1, 2])])
+def test_other_parts_of_a_tuning_follow_unless_all_its_choices_are_stored(parts, numbers, threads, monkeypatch):
+    made, told = [], []
+
+    def call_once(study, call, device):
+        made.append(call)
+        return Called(parts=parts if call.part == 0 and call.variant == "fla" else call.parts)
+
+    monkeypatch.setattr(ahead, "call_once", call_once)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    asked = [CompileCall("first", "forward", "fla", 0, 4), CompileCall("first", "forward", "eager")]
+    seconds = compile_ahead(study(), asked, "cpu", 9, lambda call, done, total: told.append((done, total))).seconds
+    assert sorted(call.part for call in made if call.variant == "fla") == numbers
+    assert {call.parts for call in made if call.part} <= {parts}
+    assert set(seconds) == set(made)
+    assert told[-1] == (parts + 1, parts + 1)
+    assert threads == [5], "as many processes as there may be calls"
 
 
 @pytest.mark.parametrize("end", ["dead", "stuck"])

@@ -17,7 +17,7 @@ from onelaunch.device.architectures import ARCHITECTURES, Architecture, pretende
 from onelaunch.operation import find_operation
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.workbench.measure import compiling
-from onelaunch.workbench.measure.compiling import CompileCall, call_once, calls_to_compile, part_of_tuning
+from onelaunch.workbench.measure.compiling import Called, CompileCall, call_once, calls_to_compile, part_of_tuning
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
@@ -44,7 +44,8 @@ def study(operation: str = "toy_sum", **more):
 
 def calls(declared, processes=3):
     """Return the calls of a study that would be made ahead by so many processes."""
-    return list(calls_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
+    long, others = calls_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes)
+    return [*long, *others]
 
 
 def test_every_runnable_call_is_compiled():
@@ -86,14 +87,16 @@ def test_probes_are_compiled_for_the_architecture_of_a_real_gpu(found, compiled,
     assert (count > 0) is bool(compiled)
 
 
-def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):
-    """A variant with the capability ``tunes`` runs Triton's autotuner, whose configurations are divided among processes."""
+def test_a_tuning_begins_with_its_first_part_before_all_other_calls(monkeypatch):
+    """A variant with the capability ``tunes`` runs Triton's autotuner, whose configurations may be divided among processes."""
     parallel = find_operation("toy_sum").get("parallel")
     monkeypatch.setattr(parallel, "capabilities", replace(parallel.capabilities, tunes=True))
     made = calls(study(), 4)
-    tuned = [call for call in made if call.variant == "parallel" and call[:2] == ("first", "forward")]
-    assert [(call.part, call.parts) for call in tuned] == [(part, 4) for part in range(4)]
-    assert {call.parts for call in made if call.variant != "parallel"} == {1}  # one call makes all of it
+    tuned = [CompileCall(shape, direction, "parallel", 0, 4) for direction in BOTH for shape in ("first", "second")]
+    assert sorted(made[:4]) == sorted(tuned)
+    assert {call.parts for call in made[4:]} == {1}  # one call makes all of it
+    assert {call.variant for call in made[4:]} == {"eager", "raises"}
+    assert calls(study(), 1)[0].variant == "eager"
     assert find_operation("gla").get("fla").capabilities.tunes
     assert find_operation("gla_layer").get("fla").capabilities.tunes
 
@@ -161,8 +164,9 @@ def test_a_share_of_tuning_compiles_its_configurations_and_times_none(monkeypatc
         return False
 
     monkeypatch.setattr(Autotuner, "check_disk_cache", check_disk_cache)
-    with part_of_tuning(0, 2):  # with one and with two warps
+    with part_of_tuning(0, 2) as counts:  # with one and with two warps
         assert tuner.run(grid=(1,), warmup=False) == "a kernel"
+    assert counts == {4}
     assert ran == [(2, "compiled"), (2, "launched")]
     ran.clear()
     with part_of_tuning(1, 2):  # with 16 and with four
@@ -172,14 +176,30 @@ def test_a_share_of_tuning_compiles_its_configurations_and_times_none(monkeypatc
     ran.clear()
     stored[4] = tuner.configs[3]  # an earlier run has tuned all four
     for part in range(2):
-        with part_of_tuning(part, 2):
+        with part_of_tuning(part, 2) as counts:
             tuner.run(grid=(1,), warmup=False)
+        assert not counts, "nothing is left to other parts"
     assert ran == [(4, "launched")], "one process compiles the choice"
 
 
 def test_a_share_without_a_valid_configuration_is_not_reported():
     """The call is part 1 of 2, and fails. The other part may hold configurations that can be launched."""
-    assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu") is None
+    assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu").problem is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "part_counts", "parts"),
+    [("eager", (), 1), ("eager", (3, 2), 3), ("eager", (50,), 4), ("raises", (), 4), ("raises", (2,), 4)],
+)
+def test_a_tuning_falls_into_as_many_parts_as_its_largest_number_of_configurations(variant, part_counts, parts, monkeypatch):
+    """A call that failed may have got no further than its part of the configurations, so all parts are compiled."""
+
+    @contextlib.contextmanager
+    def part_of_tuning(part, parts):
+        yield set(part_counts)
+
+    monkeypatch.setattr(compiling, "part_of_tuning", part_of_tuning)
+    assert call_once(study(), CompileCall("first", "forward", variant, 0, 4), "cpu") == Called(parts=parts)
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
@@ -201,14 +221,14 @@ def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
             seen.append(("backward", sorted(inputs.output_gradients)))
 
     monkeypatch.setattr(compiling, "Candidate", Counted)
-    assert call_once(study(), CompileCall("second", direction, "parallel"), "cpu") is None
+    assert call_once(study(), CompileCall("second", direction, "parallel"), "cpu") == Called()
     forward, both = [("forward", False)], [("forward", True), ("backward", ["y"])]
     assert seen == (both if direction == "forward_backward" else forward)
 
 
 def test_an_exception_of_a_call_is_reported_and_not_raised():
     assert "raises" in toy.toy_sum.variants  # the import of toy registers it
-    assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
+    assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == Called("RuntimeError: the kernel fell over")
 
 
 @pytest.mark.parametrize("variant", ["eager", "raises"])
@@ -223,7 +243,7 @@ def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
 
     make_inputs = compiling.make_inputs
     monkeypatch.setattr(compiling, "make_inputs", make_and_note)
-    problem = call_once(study(), CompileCall("first", "forward_backward", variant), "cpu")
+    problem = call_once(study(), CompileCall("first", "forward_backward", variant), "cpu").problem
     assert bool(problem) == (variant == "raises")
     assert left
     assert all(reference() is None for reference in left)
@@ -254,7 +274,7 @@ def test_a_gpu_is_current_during_each_call_and_gets_its_memory_back(fails, gpu_3
             raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(compiling, "_make", make)
-    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3")
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3").problem
     assert problem == ("OutOfMemoryError: no more" if fails else None)
     assert gpu_3 == ["cuda:3 is current", "made", "no more", "emptied"]
 
@@ -268,7 +288,7 @@ def test_an_error_by_which_a_gpu_ends_is_reported_and_not_raised(call, gpu_3, mo
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     problem = "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert call_once(study(), call, "cuda:3") == (problem if call.parts == 1 else None)
+    assert call_once(study(), call, "cuda:3").problem == (problem if call.parts == 1 else None)
     assert "made" in gpu_3
 
 
@@ -288,6 +308,6 @@ def test_a_gpu_that_cannot_be_made_current_is_reported(fails, gpu_3, monkeypatch
 
     monkeypatch.setattr(compiling.hardware, "current", current)
     monkeypatch.setattr(compiling, "_make", make)
-    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3")
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3").problem
     first = "ValueError: what failed first"
     assert problem == (first if fails == "behind" else "RuntimeError: CUDA error: an illegal memory access was encountered")

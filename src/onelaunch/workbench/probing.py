@@ -21,6 +21,10 @@ from onelaunch.workbench.result import ProbeReport, Status
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
 
+LARGEST_EXAMINED = 256 << 20
+"""Largest case that processes examine, by the fewest bytes that a call must move. Each process has reference outputs of its own,
+which together with inputs and intermediate results in float64 take ten times as much and more."""
+
 
 class Probed(NamedTuple):
     """A variant that is judged on the probes of its operation."""
@@ -109,8 +113,8 @@ def calls_to_examine(
 ) -> Iterator[ExamineCall]:
     """Yield the calls by which processes examine variants, each at its first case in a direction; none on a CPU.
 
-    A variant that autotunes is left out, since its choices must not be timed while other processes use the device, and so is
-    ``auto``.
+    A variant that autotunes is left out, since its choices must not be timed while other processes use the device, and so are
+    ``auto`` and cases larger than :data:`LARGEST_EXAMINED`.
 
     Args:
         study: Study of the cases.
@@ -125,8 +129,9 @@ def calls_to_examine(
             continue
         operation = study.operation_at(cell.shape)
         label = study.label(operation.name, cell.variant)
-        if (label, cell.direction) not in known and not operation.get(cell.variant).capabilities.tunes:
-            known.add((label, cell.direction))
+        first = (label, cell.direction) not in known
+        known.add((label, cell.direction))
+        if first and cell.plan.least_bytes <= LARGEST_EXAMINED and not operation.get(cell.variant).capabilities.tunes:
             yield ExamineCall(cell.shape.name, cell.direction, cell.variant, label, codes.get(label, ""))
 
 
@@ -139,12 +144,13 @@ def calls_ahead(
     device: torch.device,
     processes: int,
 ) -> tuple[Call, ...]:
-    """Return all calls that processes make before cases are measured; the parameters are those of the functions above."""
-    return (
-        *calls_at_probes(probed, codes, device),
-        *calls_to_compile(study, cells, processes),
-        *calls_to_examine(study, cells, examined, codes, device),
-    )
+    """Return all calls that processes make before cases are measured; the parameters are those of the functions above.
+
+    Calls that take long come first. Examinations come last: they find kernels that the calls before have compiled.
+    """
+    long, others = calls_to_compile(study, cells, processes)
+    at_probes, examinations = calls_at_probes(probed, codes, device), calls_to_examine(study, cells, examined, codes, device)
+    return (*long, *at_probes, *others, *examinations)
 
 
 def has_probes(operation: Operation[..., Any], variant: str) -> bool:

@@ -1,8 +1,8 @@
 """Compile the kernels of a study in several processes before its cases are measured, a group of cases at a time.
 
-``running.py`` asks :class:`Groups` for the cases that are compiled next, and :func:`compile_ahead` makes their calls. First come
-the checks on probes of operations, then the calls that will be measured, then the checks that take many calls. Nothing is
-measured while they run, since all calls share the device with them, and calls from Python the host too.
+``running.py`` asks :class:`Groups` for the cases that are compiled next, and :func:`compile_ahead` makes their calls and the
+checks of variants. Nothing is measured while they run, since all calls share the device with them, and calls from Python the host
+too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from onelaunch.operation import Direction
 from onelaunch.wording import listing
 from onelaunch.workbench.measure.checks import ExamineCall, ProbeCall, check_once
-from onelaunch.workbench.measure.compiling import CompileCall, call_once
+from onelaunch.workbench.measure.compiling import Called, CompileCall, call_once
 from onelaunch.workbench.measure.cores import give_way
 from onelaunch.workbench.result import ProbeReport, Verdict
 from onelaunch.workbench.study import Study, case_name
@@ -55,6 +55,8 @@ class Done(NamedTuple):
     """Error of a call that failed; ``None`` for a check, whose errors the process that measures meets again."""
     found: ProbeReport | Verdict | None = None
     """Outcome of a check that counts."""
+    parts: int = 1
+    """Number of parts into which the call's tuning falls, see :class:`~onelaunch.workbench.measure.compiling.Called`."""
 
 
 class Made(NamedTuple):
@@ -159,15 +161,20 @@ def compile_ahead(
         return Made(failed, seconds)
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context, initializer=give_way)
+    most = sum(call.parts if isinstance(call, CompileCall) else 1 for call in waiting)
+    pool = ProcessPoolExecutor(min(processes, most), mp_context=context, initializer=give_way)
     given_up = ""
     try:
         futures = {pool.submit(_timed, study, call, device): call for call in waiting}
-        workers = set(multiprocessing.active_children()) - before
+        left = set(futures)
         try:
-            for done, future in enumerate(_ended(futures), start=1):
+            for done, future in enumerate(_ended(left), start=1):
                 call, made = futures[future], future.result()
                 seconds[call] = made.seconds
+                if isinstance(call, CompileCall) and call.part == 0:
+                    others = {pool.submit(_timed, study, each, device): each for each in _other_parts(call, made.parts)}
+                    futures.update(others)
+                    left.update(others)  # the set itself, of which the loop takes the next ones
                 if made.problem:
                     failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {made.problem}")
                 if made.found is not None:
@@ -177,7 +184,7 @@ def compile_ahead(
             given_up = "A process died while it compiled."
         except TimeoutError as stuck:
             given_up = str(stuck)
-            for worker in workers:
+            for worker in set(multiprocessing.active_children()) - before:
                 worker.kill()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C need not wait for a compiler
@@ -188,27 +195,33 @@ def compile_ahead(
 
 def _timed(study: Study, call: Call, device: str) -> Done:
     """Make a call in this process, and return its outcome with the time that it took."""
-    start, problem, found = time.perf_counter(), None, None
+    start, found, called = time.perf_counter(), None, Called()
     if isinstance(call, CompileCall):
-        problem = call_once(study, call, device)
+        called = call_once(study, call, device)
     else:
         found = check_once(study, call, device)
     # Each call ends with a collection of garbage. Looking at all that the calls before have imported would take it 0.3 s.
     gc.freeze()
-    return Done(time.perf_counter() - start, problem, found)
+    return Done(time.perf_counter() - start, called.problem, found, called.parts)
 
 
-def _ended(futures: Collection[Future[Done]]) -> Iterator[Future[Done]]:
-    """Yield the futures of calls as they end.
+def _other_parts(call: CompileCall, parts: int) -> list[CompileCall]:
+    """Return the calls that follow the first part of a tuning, if all of it falls into so many parts."""
+    return [call._replace(part=part, parts=parts) for part in range(1, parts)]
+
+
+def _ended(waiting: set[Future[Done]]) -> Iterator[Future[Done]]:
+    """Yield the futures of calls as they end, also of those that are added meanwhile, and remove them.
 
     The waits are short, since Ctrl-C is raised in this thread by another one, and not before a wait is over.
 
     Raises:
         TimeoutError: No call ended for :data:`PATIENCE`.
     """
-    waiting, latest = set(futures), time.monotonic()
+    latest = time.monotonic()
     while waiting:
-        done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+        done = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED).done
+        waiting -= done
         if done:
             latest = time.monotonic()
         elif time.monotonic() - latest > PATIENCE:

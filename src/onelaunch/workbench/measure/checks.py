@@ -11,6 +11,7 @@ processes, so the measuring process makes the check again, alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from pathlib import Path
 from typing import NamedTuple
@@ -84,10 +85,18 @@ def _checked(study: Study, call: ProbeCall | ExamineCall, device: torch.device) 
     else:
         torch.compiler.reset()  # as before each case that is measured
         directions = (call.direction,)
-        found = examine_once(Judge(), operation, study.case(shape), variant=call.variant, device=device, directions=directions)
+        found = examine_once(
+            _examiner(), operation, study.case(shape), variant=call.variant, device=device, directions=directions
+        )
         passed = found.ok and not found.notes
     # A file that was changed after the measuring process had read it is not what that process runs.
     return found if passed and call.code == code_of_variant(operation.get(call.variant)) != "" else None
+
+
+@functools.cache
+def _examiner() -> Judge:
+    """Return the judge of all examinations of this process, so that the variants of a case share its reference outputs."""
+    return Judge()
 
 
 def code_of_variant(variant: Variant) -> str:

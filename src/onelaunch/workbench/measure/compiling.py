@@ -37,26 +37,34 @@ class CompileCall(NamedTuple):
     variant: str
     part: int = 0
     parts: int = 1
-    """Number of parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
+    """Most parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
 
 
-def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
-    """Yield the calls of variants that can run here; controls are left out. A variant that autotunes has one for each process.
+class Called(NamedTuple):
+    """Outcome of a call."""
 
-    Variants that ``torch.compile`` compiles for each set of sizes come first. They take the longest, and the last call of all
-    keeps one process busy while the others have nothing left to do.
+    problem: str | None = None
+    """Error of a call that failed."""
+    parts: int = 1
+    """Number of parts into which the autotuner's configurations are to be divided; 1 if all its choices are stored."""
+
+
+def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> tuple[list[CompileCall], list[CompileCall]]:
+    """Return the calls of variants that can run here, those that take long and the others; controls are left out.
+
+    Of a variant that autotunes it is the first part, which other parts may follow, as many as there are processes. Variants that
+    ``torch.compile`` compiles for each set of sizes take the longest. If the last call of all were of them, it would keep one
+    process busy while the others have nothing left to do.
     """
-    later = []
+    tuned, recompiled, others = [], [], []
     for cell in cells:
         if cell.status is None and not cell.control:
             variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
-            parts = processes if variant is not None and variant.capabilities.tunes else 1
-            calls = [CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts)]
-            if variant is not None and variant.capabilities.recompiles:
-                yield from calls
-            else:
-                later += calls
-    yield from later
+            facts = None if variant is None else variant.capabilities
+            parts = processes if facts is not None and facts.tunes else 1
+            group = tuned if parts > 1 else recompiled if facts is not None and facts.recompiles else others
+            group.append(CompileCall(cell.shape.name, cell.direction, cell.variant, 0, parts))
+    return [*tuned, *recompiled], others
 
 
 def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Direction]]], device: torch.device) -> int:
@@ -94,7 +102,7 @@ class _TunedBefore(Exception):
 
 
 @contextlib.contextmanager
-def part_of_tuning(part: int, parts: int) -> Iterator[None]:
+def part_of_tuning(part: int, parts: int) -> Iterator[set[int]]:
     """Let Triton's autotuner compile part number ``part`` of ``parts`` of each kernel's configurations, and time none of them.
 
     Times that are taken while several processes use the device would be useless, and take longer than the compilation. The first
@@ -102,25 +110,32 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
     values, and the kernels after it are compiled all the same. The choices that each autotuner cached before are dropped at its
     first run in the block, so that it does compile this part, and no choice that is made here is stored on disk. Where one is
     stored already, such as by an earlier run of the study, it alone is compiled.
+
+    Yields:
+        A set that gets the number of configurations of each kernel whose choice is not stored.
     """
+    counts: set[int] = set()
     if parts == 1 or not package_installed("triton"):
-        yield
+        yield counts
         return
     from triton.runtime.autotuner import Autotuner
 
-    replaced = _methods_for_a_part(part, parts)
+    replaced = _methods_for_a_part(part, parts, counts)
     before = {name: getattr(Autotuner, name) for name in replaced}
     for name, function in replaced.items():
         setattr(Autotuner, name, function)
     try:
-        yield
+        yield counts
     finally:
         for name, function in before.items():
             setattr(Autotuner, name, function)
 
 
-def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
-    """Return replacements of methods of Triton's autotuner, by name, with which it compiles one part of the configurations."""
+def _methods_for_a_part(part: int, parts: int, counts: set[int]) -> dict[str, Callable[..., Any]]:
+    """Return replacements of methods of Triton's autotuner, by name, with which it compiles one part of the configurations.
+
+    The number of configurations of each kernel that has no stored choice is added to ``counts``.
+    """
     from triton.runtime.autotuner import Autotuner, OutOfResources
 
     prune, look_up, run = Autotuner.prune_configs, Autotuner.check_disk_cache, Autotuner.run
@@ -142,6 +157,7 @@ def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
         return True
 
     def compile_alone(self: Autotuner, *args: Any, config: Any, **kwargs: Any) -> list[float]:
+        counts.add(len(everything[id(self)]))
         try:
             self.fn.run(*args, **{**kwargs, **config.all_kwargs(), "warmup": True})
         except Exception:  # noqa: BLE001 - the compiler refuses it, and the autotuner that measures sees that again
@@ -170,11 +186,14 @@ def _not_stored() -> None:
     raise LookupError
 
 
-def call_once(study: Study, call: CompileCall, device: str) -> str | None:
-    """Make a call as it will be measured, and return the problem if it failed, else ``None``."""
-    with part_of_tuning(call.part, call.parts):
+def call_once(study: Study, call: CompileCall, device: str) -> Called:
+    """Make a call as it will be measured. The problem of a part of a tuning is left out, and met again at the measurement."""
+    with part_of_tuning(call.part, call.parts) as counts:
         problem = on_device(torch.device(device), lambda: _make(study, call, torch.device(device)))
-    return problem if call.parts == 1 else None  # a part of the configurations may hold none that can be launched
+    if call.parts == 1:
+        return Called(problem)
+    # A part may hold no configuration that can be launched. The call then ends there, and other parts may get further.
+    return Called(parts=call.parts if problem else min(call.parts, max(counts, default=1)))
 
 
 def on_device(device: torch.device, function: Callable[[], object]) -> str | None:
