@@ -185,6 +185,7 @@ def examination(variant, code=None, direction="forward"):
 
 
 def test_a_check_that_finds_nothing_counts(probed):
+    assert (at_probe("parallel").step, examination("parallel").step) == ("probe", "examine")
     assert check_once(study(), at_probe("parallel", 1, BOTH), "cpu") == ProbeReport(passed=2, directions=BOTH)
     assert check_once(study(), examination("parallel", direction="forward_backward"), "cpu") == Verdict(ok=True)
 
@@ -254,13 +255,15 @@ def test_checks_are_made_in_other_processes():
     assert found == {asked[0]: ProbeReport(passed=1, directions=("forward",)), examined: Verdict(ok=True)}
 
 
-def test_a_process_looks_for_garbage_only_among_what_its_latest_call_has_made(monkeypatch):
+@pytest.mark.parametrize(("most", "times"), [(0, 1), (10**9, 0)])
+def test_a_process_whose_calls_have_imported_much_looks_for_garbage_only_among_the_rest(most, times, monkeypatch):
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append("once"))
+    monkeypatch.setattr(ahead, "MANY", most)
     done = ahead._timed(study(), CompileCall("first", "forward", "raises"), "cpu")
     assert done.problem == "RuntimeError: the kernel fell over"
     assert done.seconds > 0
-    assert frozen == ["once"]
+    assert len(frozen) == times
 
 
 def test_without_calls_no_process_starts():

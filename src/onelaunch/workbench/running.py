@@ -237,7 +237,7 @@ class Run:
         calls = calls_ahead(self.study, cells, judged, self.examined, self._codes, self.device, self.groups.processes)
         if not calls:
             return
-        report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
+        report = lambda call, count, total: self._report(call.shape, call.direction, call.step, count, total)  # noqa: E731
         start = time.monotonic()
         made = self.steps.compile(self.study, calls, str(self.device), self.groups.processes, report, self._take)
         self.notes = self.groups.add(made, time.monotonic() - start, self.notes)

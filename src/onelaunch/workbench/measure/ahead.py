@@ -20,6 +20,7 @@ from onelaunch.wording import listing
 from onelaunch.workbench.measure.checks import ExamineCall, ProbeCall, check_once
 from onelaunch.workbench.measure.compiling import Called, CompileCall, call_once
 from onelaunch.workbench.measure.cores import give_way
+from onelaunch.workbench.measure.garbage import MANY
 from onelaunch.workbench.result import ProbeReport, Verdict
 from onelaunch.workbench.study import Study, case_name
 
@@ -200,8 +201,10 @@ def _timed(study: Study, call: Call, device: str) -> Done:
         called = call_once(study, call, device)
     else:
         found = check_once(study, call, device)
-    # Each call ends with a collection of garbage. Looking at all that the calls before have imported would take it 0.3 s.
-    gc.freeze()
+    # Each call ends with a collection of garbage. Looking at all that the calls before have imported would take it 0.3 s. It is
+    # done seldom, since what is passed over is never freed: cycles that hold memory of the device may be among it.
+    if len(gc.get_objects()) > MANY:
+        gc.freeze()
     return Done(time.perf_counter() - start, called.problem, found, called.parts)
 
 

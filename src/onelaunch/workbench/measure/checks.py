@@ -48,6 +48,11 @@ class ProbeCall(NamedTuple):
     probes: int
     """Number of probes of the operation."""
 
+    @property
+    def step(self) -> str:
+        """The step in reports of the progress."""
+        return "probe"
+
 
 class ExamineCall(NamedTuple):
     """Checks of a variant that take many calls, at one case; see ``verify/repeated.py``."""
@@ -59,6 +64,11 @@ class ExamineCall(NamedTuple):
     """Name under which the verdict is kept, :meth:`~onelaunch.workbench.study.Study.label`."""
     code: str
     """Digest of the variant's code in the process that measures, of :func:`code_of_variant`."""
+
+    @property
+    def step(self) -> str:
+        """The step in reports of the progress."""
+        return "examine"
 
 
 def check_once(study: Study, call: ProbeCall | ExamineCall, device: str) -> ProbeReport | Verdict | None:

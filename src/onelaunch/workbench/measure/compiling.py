@@ -39,6 +39,11 @@ class CompileCall(NamedTuple):
     parts: int = 1
     """Most parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
 
+    @property
+    def step(self) -> str:
+        """The step in reports of the progress."""
+        return "compile"
+
 
 class Called(NamedTuple):
     """Outcome of a call."""

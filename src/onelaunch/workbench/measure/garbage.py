@@ -12,7 +12,7 @@ import traceback
 import torch
 
 MANY = 100_000
-"""Number of objects that a case may have made before its captures without their being passed over."""
+"""Number of objects that a case, or a call of a process that compiles, may have left without their being passed over."""
 
 
 class Garbage:
