@@ -1,49 +1,29 @@
-"""Tests of compilation ahead of a study's measurements: which calls are compiled, in which processes, and its failures.
+"""Tests of single calls that compile ahead of a study's measurements: which they are, what each does, and how it may fail.
 
-``toy_sum`` is the operation of ``toy.py``; its variant ``raises`` always fails. ``run`` runs a study on the CPU, with the given
-``steps`` in place of the functions that use the device. ``SLOW_LIGHT`` are made-up peaks of a device. ``prose`` compares a text
-with its entry in tests/snapshots/prose.txt, whose key is the node id of the test. A test fails if it does not compare one of
-its entries, and ``tests/test_prose.py`` if the test or the parameter of an entry is gone.
-
-A test marked ``thorough`` does not run in ``make test``.
+``toy_sum`` is the operation of ``toy.py``; its variant ``raises`` always fails. ``SLOW_LIGHT`` are made-up peaks of a device.
+``study`` and ``calls`` also serve ``test_ahead.py``, which tests the processes that make the calls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import pytest
 import torch
 
 from onelaunch.device.architectures import ARCHITECTURES, Architecture, pretended
-from onelaunch.operation import Probe, find_operation
+from onelaunch.operation import find_operation
 from onelaunch.operation.examples import builds_for_case
-from onelaunch.workbench import running
 from onelaunch.workbench.measure import compiling
-from onelaunch.workbench.measure.compiling import (
-    CompileCall,
-    ProbeCall,
-    call_once,
-    calls_to_compile,
-    compile_ahead,
-    part_of_tuning,
-)
-from onelaunch.workbench.options import WHOLE
-from onelaunch.workbench.probing import calls_at_probes, to_probe
-from onelaunch.workbench.result import ProbeReport
+from onelaunch.workbench.measure.compiling import Called, CompileCall, call_once, calls_to_compile, part_of_tuning
 from onelaunch.workbench.study import Shape, Study
 from onelaunch.workbench.study.plan import plan_study
 from tests.workbench import toy
-from tests.workbench.test_run import SLOW_LIGHT, quick, run, steps
+from tests.workbench.runs import SLOW_LIGHT
 
 BOTH = ("forward", "forward_backward")
-
-__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
 
 
 def study(operation: str = "toy_sum", **more):
@@ -64,7 +44,8 @@ def study(operation: str = "toy_sum", **more):
 
 def calls(declared, processes=3):
     """Return the calls of a study that would be made ahead by so many processes."""
-    return list(calls_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes))
+    long, others = calls_to_compile(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, processes)
+    return [*long, *others]
 
 
 def test_every_runnable_call_is_compiled():
@@ -106,14 +87,16 @@ def test_probes_are_compiled_for_the_architecture_of_a_real_gpu(found, compiled,
     assert (count > 0) is bool(compiled)
 
 
-def test_each_process_compiles_some_of_the_tuned_configurations(monkeypatch):
-    """A variant with the capability ``tunes`` runs Triton's autotuner, whose configurations are divided among processes."""
+def test_a_tuning_begins_with_its_first_part_before_all_other_calls(monkeypatch):
+    """A variant with the capability ``tunes`` runs Triton's autotuner, whose configurations may be divided among processes."""
     parallel = find_operation("toy_sum").get("parallel")
     monkeypatch.setattr(parallel, "capabilities", replace(parallel.capabilities, tunes=True))
     made = calls(study(), 4)
-    tuned = [call for call in made if call.variant == "parallel" and call[:2] == ("first", "forward")]
-    assert [(call.part, call.parts) for call in tuned] == [(part, 4) for part in range(4)]
-    assert {call.parts for call in made if call.variant != "parallel"} == {1}  # one call makes all of it
+    tuned = [CompileCall(shape, direction, "parallel", 0, 4) for direction in BOTH for shape in ("first", "second")]
+    assert sorted(made[:4]) == sorted(tuned)
+    assert {call.parts for call in made[4:]} == {1}  # one call makes all of it
+    assert {call.variant for call in made[4:]} == {"eager", "raises"}
+    assert calls(study(), 1)[0].variant == "eager"
     assert find_operation("gla").get("fla").capabilities.tunes
     assert find_operation("gla_layer").get("fla").capabilities.tunes
 
@@ -181,8 +164,9 @@ def test_a_share_of_tuning_compiles_its_configurations_and_times_none(monkeypatc
         return False
 
     monkeypatch.setattr(Autotuner, "check_disk_cache", check_disk_cache)
-    with part_of_tuning(0, 2):  # with one and with two warps
+    with part_of_tuning(0, 2) as counts:  # with one and with two warps
         assert tuner.run(grid=(1,), warmup=False) == "a kernel"
+    assert counts == {4}
     assert ran == [(2, "compiled"), (2, "launched")]
     ran.clear()
     with part_of_tuning(1, 2):  # with 16 and with four
@@ -192,14 +176,30 @@ def test_a_share_of_tuning_compiles_its_configurations_and_times_none(monkeypatc
     ran.clear()
     stored[4] = tuner.configs[3]  # an earlier run has tuned all four
     for part in range(2):
-        with part_of_tuning(part, 2):
+        with part_of_tuning(part, 2) as counts:
             tuner.run(grid=(1,), warmup=False)
+        assert not counts, "nothing is left to other parts"
     assert ran == [(4, "launched")], "one process compiles the choice"
 
 
 def test_a_share_without_a_valid_configuration_is_not_reported():
     """The call is part 1 of 2, and fails. The other part may hold configurations that can be launched."""
-    assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu") is None
+    assert call_once(study(), CompileCall("first", "forward", "raises", 1, 2), "cpu").problem is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "part_counts", "parts"),
+    [("eager", (), 1), ("eager", (3, 2), 3), ("eager", (50,), 4), ("raises", (), 4), ("raises", (2,), 4)],
+)
+def test_a_tuning_falls_into_as_many_parts_as_its_largest_number_of_configurations(variant, part_counts, parts, monkeypatch):
+    """A call that failed may have got no further than its part of the configurations, so all parts are compiled."""
+
+    @contextlib.contextmanager
+    def part_of_tuning(part, parts):
+        yield set(part_counts)
+
+    monkeypatch.setattr(compiling, "part_of_tuning", part_of_tuning)
+    assert call_once(study(), CompileCall("first", "forward", variant, 0, 4), "cpu") == Called(parts=parts)
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward_backward"])
@@ -221,146 +221,14 @@ def test_a_call_is_made_as_it_is_measured(direction, monkeypatch):
             seen.append(("backward", sorted(inputs.output_gradients)))
 
     monkeypatch.setattr(compiling, "Candidate", Counted)
-    assert call_once(study(), CompileCall("second", direction, "parallel"), "cpu") is None
+    assert call_once(study(), CompileCall("second", direction, "parallel"), "cpu") == Called()
     forward, both = [("forward", False)], [("forward", True), ("backward", ["y"])]
     assert seen == (both if direction == "forward_backward" else forward)
 
 
-@pytest.mark.parametrize("direction", ["forward", "forward_backward"])
-def test_a_call_at_a_probe_is_made_as_it_is_judged(direction, probed, monkeypatch):
-    """Without gradients, with gradients if they are asked for, and with inputs that are slices, which are not contiguous."""
-    seen = []
-    made = compiling.Candidate.variant
-
-    def variant(operation, name):
-        def called(**arguments):
-            x = arguments["x"]
-            seen.append((tuple(x.shape), torch.is_grad_enabled(), x.is_contiguous()))
-            return right.call(**arguments)
-
-        right = made(operation, name)
-        return replace(right, call=called)
-
-    monkeypatch.setattr(compiling.Candidate, "variant", variant)
-    assert call_once(study(), ProbeCall("first", direction, "parallel", 1), "cpu") is None
-    grad = direction == "forward_backward"
-    assert seen == [((2, 5, 8), False, True), ((2, 5, 8), grad, True), ((2, 5, 8), grad, False)]
-
-
-@pytest.fixture
-def probed(monkeypatch):
-    """Give ``toy_sum`` two probes and one that the contract refuses."""
-    probes = [Probe(toy.toy_case(T=length, name=f"{length} steps"), refused=length == 7) for length in (1, 5, 7)]
-    monkeypatch.setattr(toy.toy_sum, "listed_probes", lambda: probes)
-
-
-@pytest.mark.parametrize("direction", ["forward", "forward_backward"])
-def test_kernels_of_probes_are_compiled_by_calls_of_each_variant(direction, probed):
-    declared = study(directions=("forward", direction), variants=("eager", "parallel", "auto"))
-    asked = to_probe(declared, plan_study(declared, SLOW_LIGHT, "cpu", "small").cells, WHOLE)
-    assert [each.label for each in asked] == ["eager", "parallel"]
-    assert list(calls_at_probes(asked, torch.device("cuda"))) == [
-        ProbeCall("first", direction, variant, probe) for variant in ("eager", "parallel") for probe in (0, 1)
-    ]
-    assert not list(calls_at_probes(asked, torch.device("cpu"))), "nothing is compiled for a CPU"
-
-
-def test_a_failure_of_a_call_at_a_probe_is_left_to_the_judge(probed):
-    assert call_once(study(), ProbeCall("first", "forward", "raises", 0), "cpu") is None
-
-
 def test_an_exception_of_a_call_is_reported_and_not_raised():
     assert "raises" in toy.toy_sum.variants  # the import of toy registers it
-    assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == "RuntimeError: the kernel fell over"
-
-
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_calls_are_made_in_other_processes(processes, prose):
-    declared, told = study("output_chain"), []
-    asked = [
-        CompileCall("first", "forward", "unfused"),
-        CompileCall("second", "forward_backward", "unfused"),
-        CompileCall("first", "forward", "no"),  # no such variant
-    ]
-    failed = compile_ahead(declared, asked, "cpu", processes, lambda call, done, total: told.append((call, done, total)))
-    assert sorted(done for _, done, _ in told) == [1, 2, 3]
-    assert {call for call, *_ in told} == set(asked)
-    (line,) = failed
-    prose(line, name="failed")
-
-
-def test_variants_are_judged_once_the_calls_at_probes_are_made_and_before_the_others():
-    order, declared = [], study("output_chain")
-    at_probes = [ProbeCall("first", "forward", "unfused", index) for index in range(2)]
-    others = [CompileCall(shape, "forward", "unfused") for shape in ("first", "second")]
-    told = lambda call, done, total: order.append(call)  # noqa: E731
-    assert compile_ahead(declared, [*at_probes, *others], "cpu", 1, told, lambda: order.append("judge")) == []
-    assert order == [*at_probes, "judge", *others]
-
-
-def test_without_calls_no_process_starts_and_variants_are_judged():
-    judged = []
-    assert compile_ahead(study(), [], "cpu", 4, lambda *_: None, lambda: judged.append(True)) == []
-    assert judged == [True]
-
-
-@pytest.mark.parametrize("end", ["dead", "stuck"])
-@pytest.mark.parametrize("probes", [0, 1])
-def test_processes_that_die_or_are_stuck_leave_the_rest_to_the_measurement(end, probes, monkeypatch, prose):
-    calls = [*probes * [ProbeCall("first", "forward", "eager", 0)], CompileCall("second", "forward", "eager")]
-    judged = []
-
-    class Pool(ThreadPoolExecutor):
-        """Stand-in for processes, whose calls never end or end with the death of their process."""
-
-        def __init__(self, *_, **__):
-            super().__init__(1)
-
-        def submit(self, *_):
-            future = Future()
-            if end == "dead":
-                future.set_exception(BrokenProcessPool())
-            return future
-
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(compiling, "PATIENCE", 0.01)
-    (note,) = compile_ahead(study(), calls, "cpu", 2, lambda *_: None, lambda: judged.append(True))
-    assert judged == [True]
-    prose(note)
-
-
-def test_a_run_compiles_unfinished_cases_before_it_measures_and_judges_variants_meanwhile(probed, monkeypatch, prose):
-    asked, order = [], []
-
-    def compiled(declared, calls, device, processes, tell, judge):
-        asked.extend(calls)
-        order.append("compile")
-        judge()
-        order.append("judged")
-        tell(asked[-1], 1, len(asked))
-        return ["eager at first: too large"]
-
-    def probe(judge, operation, name, *_):
-        order.append(name)
-        return ProbeReport(passed=1, failed=("out of memory",) if name == "parallel" and "judged" not in order else ())
-
-    monkeypatch.setattr(running, "calls_at_probes", lambda probed, device: [each.label for each in probed])
-    replaced = steps(compile=compiled, probe=probe)
-    result = run(study(), processes=3, steps=replaced, on_progress=lambda step: order.append(step.step))
-    judged = [step for step in order[:12] if step != "probe"]
-    # What fails beside other processes is judged again, alone.
-    assert judged == ["compile", "eager", "parallel", "raises", "judged", "compile", "compile", "parallel"]
-    assert {label: report.failed for label, report in result.probes.items()} == dict.fromkeys(("eager", "parallel", "raises"), ())
-    assert "verify" in order
-    assert asked == ["eager", "parallel", "raises", *calls(study())]
-    prose([note for note in result.notes if "too large" in note])
-
-
-def test_a_run_compiles_nothing_ahead_unless_asked():
-    def never(*_):
-        os._exit(1)  # ends the whole test run: this step must not be called
-
-    assert run(study(), steps=steps(compile=never)).cells
+    assert call_once(study(), CompileCall("first", "forward", "raises"), "cpu") == Called("RuntimeError: the kernel fell over")
 
 
 @pytest.mark.parametrize("variant", ["eager", "raises"])
@@ -375,7 +243,7 @@ def test_a_call_leaves_no_tensors_behind(variant, monkeypatch):
 
     make_inputs = compiling.make_inputs
     monkeypatch.setattr(compiling, "make_inputs", make_and_note)
-    problem = call_once(study(), CompileCall("first", "forward_backward", variant), "cpu")
+    problem = call_once(study(), CompileCall("first", "forward_backward", variant), "cpu").problem
     assert bool(problem) == (variant == "raises")
     assert left
     assert all(reference() is None for reference in left)
@@ -406,7 +274,7 @@ def test_a_gpu_is_current_during_each_call_and_gets_its_memory_back(fails, gpu_3
             raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(compiling, "_make", make)
-    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3")
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3").problem
     assert problem == ("OutOfMemoryError: no more" if fails else None)
     assert gpu_3 == ["cuda:3 is current", "made", "no more", "emptied"]
 
@@ -420,7 +288,7 @@ def test_an_error_by_which_a_gpu_ends_is_reported_and_not_raised(call, gpu_3, mo
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     problem = "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert call_once(study(), call, "cuda:3") == (problem if call.parts == 1 else None)
+    assert call_once(study(), call, "cuda:3").problem == (problem if call.parts == 1 else None)
     assert "made" in gpu_3
 
 
@@ -440,6 +308,6 @@ def test_a_gpu_that_cannot_be_made_current_is_reported(fails, gpu_3, monkeypatch
 
     monkeypatch.setattr(compiling.hardware, "current", current)
     monkeypatch.setattr(compiling, "_make", make)
-    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3")
+    problem = call_once(study(), CompileCall("first", "forward", "eager"), "cuda:3").problem
     first = "ValueError: what failed first"
     assert problem == (first if fails == "behind" else "RuntimeError: CUDA error: an illegal memory access was encountered")

@@ -15,7 +15,7 @@ from onelaunch.errors import ResultExists, ResultMismatch, StudyError
 from onelaunch.operation import entry_points
 from onelaunch.operation import sources as digests
 from onelaunch.workbench import probing
-from onelaunch.workbench.measure import timing
+from onelaunch.workbench.measure import checks, timing
 from onelaunch.workbench.options import RunOptions
 from onelaunch.workbench.report import markdown
 from onelaunch.workbench.result import ProbeReport, Result, sources
@@ -107,9 +107,9 @@ def test_the_code_of_a_report_is_that_of_the_variant_the_probes_and_the_gate(mon
     assert probing.code_of(scan) == first
     for name, changed in (("digest_of", "code"), ("module_digest", "probes"), ("digest_of_files", "gate")):
         with monkeypatch.context() as patch:
-            patch.setattr(probing, name, lambda *_, changed=changed: changed)
+            patch.setattr(checks, name, lambda *_, changed=changed: changed)
             assert not {*probing.code_of(scan).values()} & {*first.values()}
-    monkeypatch.setattr(probing, "digest_of", lambda variant: "")
+    monkeypatch.setattr(checks, "digest_of", lambda variant: "")
     assert probing.code_of(scan) == {}
 
 

@@ -15,9 +15,11 @@ from onelaunch.workbench.result import Noise
 from onelaunch.workbench.stored import Estimate
 from onelaunch.workbench.study import Criterion
 from onelaunch.workbench.study.read import load_study
+from tests.workbench import toy
 from tests.workbench.runs import FASTER, quick, run, steps, study
 
-__all__ = ["quick"]  # an automatic fixture: an empty working directory, short samples, no warm-up
+# The import of toy registers toy_sum. quick is an automatic fixture: an empty working directory, short samples, no warm-up.
+__all__ = ["quick", "toy"]
 
 
 @pytest.mark.parametrize(

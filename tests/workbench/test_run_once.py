@@ -20,6 +20,7 @@ import pytest
 from onelaunch.operation import Probe
 from onelaunch.workbench.adopt import AdoptNotice, adopt
 from onelaunch.workbench.measure import timing
+from onelaunch.workbench.measure.ahead import Made
 from onelaunch.workbench.result import ProbeReport, Verdict
 from tests.workbench import rogues_calls as rogues
 from tests.workbench.runs import quick, run, statuses, steps, study
@@ -158,9 +159,9 @@ def test_the_reports_of_variants_that_were_judged_before_an_interruption_are_kep
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the child must be forked, to know its variants")
-@pytest.mark.parametrize(("last", "compilations"), [("raises", 2), ("parallel", 1)])
-def test_a_crash_at_a_probe_loses_no_report_and_the_next_process_compiles_what_is_left(last, compilations, probed, tmp_path):
-    """The next process compiles if it has variants to judge, since the one before it had not ended its compilations."""
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_crash_at_a_probe_loses_no_report_and_the_next_process_compiles_what_is_left(given_up, probed, tmp_path):
+    """The next process compiles if the one before it had given up, as after a crash of a process that compiled."""
     seen = tmp_path / "seen"
 
     def note(what):
@@ -173,17 +174,15 @@ def test_a_crash_at_a_probe_loses_no_report_and_the_next_process_compiles_what_i
             os._exit(3)
         return ProbeReport(passed=1)
 
-    def compiled(declared, calls, device, processes, tell, judge):
+    def compiled(declared, calls, *_):
         note(" ".join(["compile", *(call.variant for call in calls if call.shape == "first")]))
-        judge()
-        return []
+        return Made([], {}, given_up=given_up)
 
-    declared = study(variants=tuple(dict.fromkeys(("eager", "parallel", last))))
+    declared = study(variants=("eager", "parallel", "raises"))
     replaced = steps(probe=probe, compile=compiled)
     result = run(declared, save_to=tmp_path / "mine.json", in_process=False, processes=2, steps=replaced)
-    again = [f"compile eager {last}", last] if compilations == 2 else []
-    everything = " ".join(("compile", *declared.variants))
-    assert seen.read_text().splitlines() == [everything, "eager", "parallel", *again]
+    again = ["compile eager raises"] if given_up else []
+    assert seen.read_text().splitlines() == ["compile eager parallel raises", "eager", "parallel", *again, "raises"]
     assert result.probes["eager"].met
     assert result.probes["parallel"].failed == ("The measuring process ended with exit code 3 while parallel was probed.",)
 

@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from onelaunch.errors import MeasuringFailed, ResultBusy, ResultMismatch, StudyError
-from onelaunch.workbench.measure import compiling, timing
+from onelaunch.workbench.measure import ahead, timing
 from onelaunch.workbench.options import WHOLE, Part
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.run import ResultUnsaved, Steps, _alone, partial_path
@@ -265,13 +265,13 @@ def test_ctrl_c_ends_a_child_that_waits_for_processes_that_compile(monkeypatch):
         def submit(self, *_):
             future, self.made = Future(), self.made + 1
             if self.made == 1:
-                future.set_result(None)
+                future.set_result(ahead.Done(1.0))
             return future
 
     def stop(step):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Pool)
     began = time.monotonic()
     assert supervised(study(FASTER), processes=2, on_progress=stop).interrupted
     assert time.monotonic() - began < 30

@@ -23,7 +23,7 @@ from onelaunch.model_studies.result import Alone, GradientError, Gradients, Key,
 from onelaunch.wording import in_a_line
 from onelaunch.workbench import stats
 from onelaunch.workbench.measure.cores import one_core
-from onelaunch.workbench.measure.garbage import passing_over
+from onelaunch.workbench.measure.garbage import Garbage
 from onelaunch.workbench.measure.rounds import STEADY, by_turns, order
 from onelaunch.workbench.result import Status
 
@@ -233,7 +233,7 @@ def _in_turn(
     names = (*runs, "")
     times: dict[str, list[float]] = {name: [] for name in names}
     began = time.perf_counter()
-    with passing_over():
+    with Garbage():
         for index in itertools.count():
             if index >= rounds and (time.perf_counter() - began > MORE_SECONDS or not _is_unsteady(times, first, device)):
                 return times

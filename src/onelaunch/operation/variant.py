@@ -284,9 +284,9 @@ class Variant:
     ) -> Callable[[Case, torch.device], Iterable[CudaBuild]]:
         """Register the decorated function, which lists the CUDA C++ kernels that a call of a case compiles on a GPU.
 
-        A study that compiles ahead in other processes then compiles these, and makes no call there. So it needs no memory of the
-        GPU for the inputs of the case, and leaves the GPU to the process that judges variants meanwhile. A variant that compiles
-        nothing which another process finds in a cache, such as one by PyTorch's own kernels, lists none.
+        A study that compiles ahead in other processes then compiles these, and calls the variant only at probes there, which are
+        small. So it needs no memory of the GPU for the inputs of the case. A variant that compiles nothing which another process
+        finds in a cache, such as one by PyTorch's own kernels, lists none.
         """
         self._kernels_of_case = builds
         return builds

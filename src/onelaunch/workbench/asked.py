@@ -10,9 +10,9 @@ true where criteria ask for bytes, false nowhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from onelaunch.operation import Direction
+from onelaunch.operation import Direction, Operation
 from onelaunch.workbench.study import Regime, Study, measures
 
 
@@ -55,3 +55,12 @@ def named_for(study: Study, names: Sequence[str]) -> set[str]:
     asked = [criterion for criterion in study.criteria if criterion.measure in names]
     sides = [side for criterion in asked for shape in study.shapes_of(criterion) for side in study.sides(criterion, shape)]
     return {name for selector, where in sides for name in study.select(selector, where)}
+
+
+def aa_variants(study: Study, operation: Operation[..., Any], device_type: str, variants: Sequence[str]) -> tuple[str, ...]:
+    """Return the variants that may give the A/A noise of a case, in the order in which they are tried.
+
+    The study's baseline comes first, then the dispatcher's defaults on this type of device, then the others of ``variants``.
+    """
+    preferred = (study.baseline, *operation.defaults.get(device_type, ()), *variants)
+    return tuple(name for name in dict.fromkeys(preferred) if name in variants)

@@ -1,28 +1,29 @@
-"""Variants that a run judges on the probes of their operation, and earlier reports of such probes that still hold.
+"""Variants that a run checks once, on the probes of their operation and by many calls, and earlier reports that still hold.
 
-A probe is an edge case of an operation (``operation/probe.py``). ``running.py`` calls :func:`to_probe` and
-:func:`calls_at_probes` before anything is measured, and :func:`still_holding` when it continues an earlier run.
+A probe is an edge case of an operation (``operation/probe.py``). ``running.py`` calls :func:`to_probe` and :func:`calls_ahead`
+before cases are measured, and :func:`still_holding` when it continues an earlier run.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from onelaunch.operation import AUTO, Direction, Operation
-from onelaunch.operation.sources import digest_of, digest_of_files, module_digest
-from onelaunch.workbench import verify
 from onelaunch.workbench.cells import Key
-from onelaunch.workbench.measure.compiling import ProbeCall
+from onelaunch.workbench.measure.ahead import Call
+from onelaunch.workbench.measure.checks import ExamineCall, ProbeCall, code_of_variant
+from onelaunch.workbench.measure.compiling import calls_to_compile
 from onelaunch.workbench.options import Part
 from onelaunch.workbench.result import ProbeReport, Status
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
-from onelaunch.workbench.verify.reference import pytorch_baseline
+
+LARGEST_CHECKED = 256 << 20
+"""Largest case that processes check, by the fewest bytes that a call must move. Each process has reference outputs of its own,
+which together with inputs and intermediate results in float64 take ten times as much and more: 30 GB for 12 of this size."""
 
 
 class Probed(NamedTuple):
@@ -69,17 +70,104 @@ def to_probe(study: Study, cells: Sequence[PlannedCell], part: Part) -> list[Pro
     return list(part.of(list(found.values())))
 
 
-def calls_at_probes(probed: Iterable[Probed], device: torch.device) -> Iterator[ProbeCall]:
-    """Yield the calls by which processes compile the kernels of variants for their probes; none on a CPU.
+def calls_at_probes(probed: Iterable[Probed], codes: Mapping[str, str], device: torch.device) -> Iterator[ProbeCall]:
+    """Yield the calls by which processes judge variants on their probes; none on a CPU, and none of a variant that autotunes.
+
+    Variants that list their kernels are judged so too. At a case of the study such a variant may need a whole model, and these
+    processes do not call it there. But the models of the probes of ``decode_step`` have less than 1 MB, so that each process can
+    have one with its reference. Launches whose CTAs wait for each other run by turns with those of other processes, and a wait
+    that times out fails the check, so that it is made again alone. Variants of an operation with a probe larger than
+    :data:`LARGEST_CHECKED` are left to the process that measures.
 
     All probes of one variant come before those of the next: variants share kernels at the same probe, and those of one that were
     compiled earlier are in the cache.
+
+    Args:
+        probed: Variants to judge.
+        codes: Digests of their code by label, of :func:`code_of`.
+        device: Device on which they will be judged.
     """
     for each in probed if device.type != "cpu" else ():
-        direction: Direction = "forward_backward" if "forward_backward" in each.directions else "forward"
-        for index, probe in enumerate(each.operation.listed_probes()):
-            if not probe.refused:
-                yield ProbeCall(each.planned.shape.name, direction, each.planned.variant, index)
+        shape, direction, name = each.planned.shape.name, each.directions[-1], each.planned.variant
+        probes = len(each.operation.listed_probes())
+        alone = each.operation.get(name).capabilities.tunes or _largest_probe(each) > LARGEST_CHECKED
+        for index in () if alone else range(probes):
+            yield ProbeCall(shape, direction, name, each.label, codes.get(each.label, ""), each.directions, index, probes)
+
+
+def _largest_probe(probed: Probed) -> int:
+    """Return the fewest bytes that a call must move at the largest probe on which a variant is judged."""
+    probes = [probe for probe in probed.operation.listed_probes() if not probe.refused]
+    return max((probed.operation.cost(probe.case, None, probed.directions[-1]).bytes for probe in probes), default=0)
+
+
+class ReportsAtProbes:
+    """Reports of variants at single probes, which other processes have made."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, ProbeReport]] = {}
+
+    def add(self, call: ProbeCall, report: ProbeReport) -> ProbeReport | None:
+        """Add the report at one probe, in which no call failed. Return that of all probes once there is one for each."""
+        found = self._found.setdefault(call.label, {})
+        found[call.probe] = report
+        if len(found) < call.probes:
+            return None
+        passed, refused = sum(each.passed for each in found.values()), sum(each.refused for each in found.values())
+        return report.model_copy(update={"passed": passed, "refused": refused, "code": call.code})
+
+
+def calls_to_examine(
+    study: Study,
+    cells: Iterable[PlannedCell],
+    examined: Collection[tuple[str, Direction]],
+    codes: Mapping[str, str],
+    device: torch.device,
+) -> Iterator[ExamineCall]:
+    """Yield the calls by which processes examine variants, each at its first case in a direction; none on a CPU.
+
+    A variant that autotunes is left out, since its choices must not be timed while other processes use the device, and so are
+    ``auto`` and cases larger than :data:`LARGEST_CHECKED`.
+
+    Args:
+        study: Study of the cases.
+        cells: Measurements of the cases that are compiled now.
+        examined: Labels and directions that are examined already.
+        codes: Digests of the variants' code by label, of :func:`code_of`.
+        device: Device on which they will be measured.
+    """
+    known = set(examined)
+    for cell in cells if device.type != "cpu" else ():
+        if cell.control or cell.status is not None or cell.variant == AUTO:
+            continue
+        operation = study.operation_at(cell.shape)
+        label = study.label(operation.name, cell.variant)
+        first = (label, cell.direction) not in known
+        known.add((label, cell.direction))
+        if first and cell.plan.least_bytes <= LARGEST_CHECKED and not operation.get(cell.variant).capabilities.tunes:
+            yield ExamineCall(cell.shape.name, cell.direction, cell.variant, label, codes.get(label, ""))
+
+
+def calls_ahead(
+    study: Study,
+    cells: Sequence[PlannedCell],
+    before: Iterable[PlannedCell],
+    probed: Iterable[Probed],
+    examined: Collection[tuple[str, Direction]],
+    codes: Mapping[str, str],
+    device: torch.device,
+    processes: int,
+) -> tuple[Call, ...]:
+    """Return all calls that processes make before cases are measured; the parameters are those of the functions above.
+
+    ``before`` are the measurements of the cases that were compiled before, see
+    :func:`~onelaunch.workbench.measure.compiling.calls_to_compile`.
+
+    Calls that take long come first. Examinations come last: they find kernels that the calls before have compiled.
+    """
+    long, others = calls_to_compile(study, cells, processes, before)
+    at_probes, examinations = calls_at_probes(probed, codes, device), calls_to_examine(study, cells, examined, codes, device)
+    return (*long, *at_probes, *others, *examinations)
 
 
 def has_probes(operation: Operation[..., Any], variant: str) -> bool:
@@ -91,21 +179,9 @@ def has_probes(operation: Operation[..., Any], variant: str) -> bool:
 
 
 def code_of(study: Study) -> dict[str, str]:
-    """Return a digest by label of all code on which the report of a variant rests.
-
-    That is its own code, and that of the probes, the reference outputs, the inputs, the PyTorch baseline, whose error sets the
-    tolerance, and the package ``verify``. Variants whose code no file holds are left out.
-    """
-    files = Path(verify.__file__).parent.glob("*.py")
-    gate = digest_of_files({path.name: path for path in files})
-    digests = {}
-    for label, variant in study.registered():
-        if own := digest_of(variant):
-            baseline = pytorch_baseline(variant.operation)
-            judging = [module_digest(name) for name in variant.operation.judging_modules]
-            parts = own, *judging, digest_of(baseline) if baseline else "", gate
-            digests[label] = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-    return digests
+    """Return the digest of :func:`~onelaunch.workbench.measure.checks.code_of_variant` by label, where it is not empty."""
+    found = {label: code_of_variant(variant) for label, variant in study.registered()}
+    return {label: code for label, code in found.items() if code}
 
 
 def still_holding(

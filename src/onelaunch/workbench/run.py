@@ -27,12 +27,14 @@ from onelaunch.workbench.options import Progress, RunOptions
 from onelaunch.workbench.result import Result
 from onelaunch.workbench.result.provenance import spelled
 from onelaunch.workbench.resume import changed_shapes, refuse_unknown
-from onelaunch.workbench.running import QUICK_SECONDS
 from onelaunch.workbench.steps import Steps
 from onelaunch.workbench.stored import FROM_A_FILE
 from onelaunch.workbench.study import Scale, Shape, Study
 from onelaunch.workbench.study.plan import scale_for
 from onelaunch.workbench.supervise import CALL_LIMIT_SECONDS, Job, carry_out, slug_of, supervise
+
+QUICK_SECONDS = 3.0
+"""Time cap in seconds of each shape in a quick run."""
 
 TIME_CAP_SECONDS: dict[Scale, float] = {"small": 15.0, "full": 60.0}
 """Seconds by scale after which no new round of a case begins. Small runs are short, because people wait for them."""
@@ -133,8 +135,9 @@ def run_study(
             then names the commit of each shape. Both commits must be known and without changes.
         anew: Names of shapes that a resumed run measures even if the earlier run has finished them, such as after a change of
             a kernel or of the verification gate that concerns them alone. A finished run can be resumed for their sake.
-        processes: Number of processes that make every call of the study once before anything is measured, so that its compiled
-            kernels are in the cache; 0 for none. Each makes one call at a time, and the device needs memory for all of them.
+        processes: Number of processes that make every call of the study once before it is measured, a group of shapes at a time,
+            so that its compiled kernels are in the cache; 0 for none. They also check variants on probes and by many calls. Each
+            makes one call at a time, and the device needs memory for all of them.
         command: Command line for the result's provenance; this process's own by default.
         steps: Functions that use the device: they read its peaks, measure a case, count and compile. Tests replace them.
         in_process: Whether to measure in this process, which a variant can then end, crash or stop for ever. ``False``, the

@@ -7,8 +7,7 @@ made.
 
 from __future__ import annotations
 
-import functools
-import gc
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,17 +18,19 @@ import torch
 from onelaunch.device import hardware
 from onelaunch.errors import OutputUnwritable
 from onelaunch.operation import Case, Direction, Operation
-from onelaunch.workbench.asked import cases_in, cases_of, cases_to_count, measures_of_bytes, named_for
+from onelaunch.workbench.asked import aa_variants, cases_in, cases_of, cases_to_count, measures_of_bytes, named_for
 from onelaunch.workbench.cells import Key, bounded, by_arithmetic, cell_of, key_of, unreached
 from onelaunch.workbench.decide.decision import concluded
 from onelaunch.workbench.decide.measured import TakenMeasure, kept_as, taken_measures
-from onelaunch.workbench.measure.compiling import calls_to_compile, compile_probes
+from onelaunch.workbench.measure.ahead import Groups, Place
+from onelaunch.workbench.measure.checks import ExamineCall, ProbeCall
+from onelaunch.workbench.measure.compiling import compile_probes
 from onelaunch.workbench.measure.count import Request
-from onelaunch.workbench.measure.garbage import collect_garbage
+from onelaunch.workbench.measure.garbage import Garbage
 from onelaunch.workbench.measure.outcomes import Interrupted, Measurements
 from onelaunch.workbench.measure.tuning import keep, restore
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
-from onelaunch.workbench.probing import Probed, calls_at_probes, code_of, still_holding, to_probe
+from onelaunch.workbench.probing import Probed, ReportsAtProbes, calls_ahead, code_of, still_holding, to_probe
 from onelaunch.workbench.result import Cell, EarlierCommit, Noise, ProbeReport, Result, Status, StoredCeilings, Traffic, Verdict
 from onelaunch.workbench.result.provenance import provenance, taken_over
 from onelaunch.workbench.result.sources import variant_sources
@@ -40,9 +41,6 @@ from onelaunch.workbench.study import Shape, Study, case_name
 from onelaunch.workbench.study.plan import PlannedCell, StudyPlan, plan_study
 from onelaunch.workbench.verify import Judge
 from onelaunch.workbench.verify.calls import status_of
-
-QUICK_SECONDS = 3.0
-"""Time cap in seconds of each shape in a quick run."""
 
 _ORACLE_BYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
 """Most bytes that the cached references of a run (inputs and oracle outputs) may take, by device type; see :class:`Judge`."""
@@ -81,6 +79,10 @@ class Run:
     """Callback ``on_turn(shape, direction, name, control=..., step=...)`` before a candidate runs, and with no name after."""
     on_kept: Callable[[Result], None] = lambda _: None
     """Callback with the partial result, called at the beginning, after the probes of each variant, and after each case."""
+    on_compiled: Callable[[Sequence[Place]], None] = lambda _: None
+    """Callback with the cases whose calls processes have made, after each group of them."""
+    groups: Groups = field(default_factory=lambda: Groups(0))
+    """Groups of cases that processes compile before they are measured; of no processes by default."""
     meter: Meter = field(default_factory=Meter)
     """Meter of the time and money that the run takes."""
     part: Part = WHOLE
@@ -89,6 +91,7 @@ class Run:
     """File of the partial result; ``None`` if the parent process saves it, together with other parts."""
     earlier_commits: tuple[EarlierCommit, ...] = ()
     """Measurements that were made at other commits, and taken over."""
+    _at_probes: ReportsAtProbes = field(default_factory=ReportsAtProbes)
     _claimed: set[str] = field(default_factory=set)
     """Names of the shapes that this process has begun, or found finished."""
 
@@ -96,6 +99,7 @@ class Run:
         # Digests are taken now, so that files changed during the run are not taken for what ran.
         variant_sources(self.study)
         self._codes = code_of(self.study)
+        self.garbage = Garbage()
         self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
         self.counted = cases_to_count(self.study, self.options.count)
         """Cases at which DRAM bytes are counted."""
@@ -197,63 +201,65 @@ class Run:
         if earlier.provenance.clocks and done:
             self.clocks.append(earlier.provenance.clocks)
 
-    def measure_all(self, processes: int) -> None:
+    def measure_all(self) -> None:
         """Probe the variants and measure the cases that are not finished. Ctrl-C or the time limit ends the run early.
 
-        The partial result is saved after the probes of each variant and after each case. The time limit is looked at after each
-        case.
-
-        Args:
-            processes: Number of processes that compile before anything is measured; 0 for none.
+        The partial result is saved after the probes of each variant and after each case, where the time limit is looked at too.
         """
-        tuning, frozen = self.options.tuning, gc.get_freeze_count()
+        tuning = self.options.tuning
         if tuning is not None and (note := restore(tuning, hardware.describe(str(self.device)).name)):
             self.notes.append(note)
         try:
-            if processes:
-                self.compile_ahead(processes)
-            else:
-                self.probe_variants()
+            self.compile_ahead()
+            self.probe_variants()
             self.save_partial()
-            gc.freeze()  # as after each case: see collect_garbage
-            for case in self._turns():
-                self.measure(*case)
-                self.save_partial()
-                self.stopped = self.options.out_of_time and self._more()
-                if self.stopped:
-                    break
+            with self.garbage:
+                for case in self._turns():
+                    self.compile_ahead(case)
+                    self.measure(*case)
+                    self.save_partial()
+                    self.stopped = self.options.out_of_time and self._more()
+                    if self.stopped:
+                        break
         except KeyboardInterrupt:
             self.stopped = True
         finally:
-            if not frozen:  # otherwise it would let every later collection traverse what the caller has frozen
-                gc.unfreeze()
             if tuning is not None and (note := keep(tuning, hardware.describe(str(self.device)).name)):
                 self.notes.append(note)
 
-    def compile_ahead(self, processes: int) -> None:
-        """Let several processes compile the kernels of probes and of unfinished cases, and judge the variants meanwhile."""
-        waiting = {(case[0].name, case[1]) for case in self.mine if case not in (*self.finished, *self.uncounted)}
-        cells = [cell for cell in self.plan.cells if (cell.shape.name, cell.direction) in waiting and self._failure(cell) is None]
-        report = lambda call, count, total: self._report(call.shape, call.direction, "compile", count, total)  # noqa: E731
-        calls = (*calls_at_probes(self.to_judge(), self.device), *calls_to_compile(self.study, cells, processes))
-        judge = functools.partial(self.probe_variants, beside=True)
-        self.notes += self.steps.compile(self.study, calls, str(self.device), processes, report, judge)
-        self.probe_variants()
+    def compile_ahead(self, case: tuple[Shape, Direction] | None = None) -> None:
+        """Let processes compile and check the group of a case, if that is to be done; without a case the first, with probes."""
+        waiting = [(case[0].name, case[1]) for case in self.mine if case not in (*self.finished, *self.uncounted)]
+        group = self.groups.next(case and (case[0].name, case[1]), waiting)
+        judged = self.to_judge() if self.groups.processes and case is None else ()
+        cells, before = self.groups.divided([cell for cell in self.plan.cells if self._failure(cell) is None], group)
+        calls = calls_ahead(self.study, cells, before, judged, self.examined, self._codes, self.device, self.groups.processes)
+        if not calls:
+            return
+        report = lambda call, count, total: self._report(call.shape, call.direction, call.step, count, total)  # noqa: E731
+        start = time.monotonic()
+        made = self.steps.compile(self.study, calls, str(self.device), self.groups.processes, report, self._take)
+        self.notes = self.groups.add(made, time.monotonic() - start, self.notes)
+        if not (made.given_up and judged):  # else the process that follows one which ends at a probe compiles the group again
+            self.on_compiled(group)
+
+    def _take(self, call: ProbeCall | ExamineCall, found: ProbeReport | Verdict) -> None:
+        """Take over what another process found in a check of a variant. A variant without the reports of all probes is judged."""
+        if isinstance(found, Verdict):
+            self.examined[call.label, call.direction] = found
+        elif isinstance(call, ProbeCall) and (whole := self._at_probes.add(call, found)) is not None:
+            self.probes[call.label] = whole
+            self.save_partial()
 
     def to_judge(self) -> list[Probed]:
         """Return the variants that this process has yet to judge on probes, without those that ended a process."""
         asked = to_probe(self.study, self.plan.cells, self.part)
         return [each for each in asked if not each.is_in(self.probes) and not each.ended(self.failures)]
 
-    def probe_variants(self, *, beside: bool = False) -> None:
-        """Judge the variants on the probes of their operation, each at its turn before anything is measured.
+    def probe_variants(self) -> None:
+        """Judge the variants on the probes of their operation, but for those that other processes have judged.
 
         The partial result is saved after each variant.
-
-        Args:
-            beside: Whether other processes compile meanwhile, and have compiled the kernels of all probes; otherwise these are
-                compiled side by side first. The other processes may take the memory that a call needs, so that a variant which
-                fails is judged again when they are done.
         """
         asked, waiting = to_probe(self.study, self.plan.cells, self.part), self.to_judge()
         for each in asked:
@@ -261,7 +267,7 @@ class Run:
                 self.probes[each.label] = ProbeReport(passed=0, failed=reasons)
         # A result that changes after its call is found when the variant is verified, so no probe waits for that.
         judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), settle_seconds=0.0)
-        if waiting and not beside:
+        if waiting:
             first = waiting[0].planned
             self._report(first.shape.name, first.direction, "compile", 0, len(waiting))
             compile_probes([(each.operation, each.planned.variant, each.directions) for each in waiting], self.device)
@@ -271,9 +277,8 @@ class Run:
             self.on_turn(shape, direction, name, control=False, step="probed")
             report = self.steps.probe(judge, each.operation, name, self.device, each.directions)
             self.on_turn(shape, direction, None, control=False, step="")
-            if not (beside and report.failed):
-                self.probes[each.label] = report.model_copy(update={"code": self._codes.get(each.label, "")})
-                self.save_partial()
+            self.probes[each.label] = report.model_copy(update={"code": self._codes.get(each.label, "")})
+            self.save_partial()
 
     def measure(self, shape: Shape, direction: Direction) -> None:
         """Verify, time and count all variants and controls of one case."""
@@ -291,7 +296,7 @@ class Run:
         self.finished.append((shape, direction))
         # A new judge drops the cached oracle outputs, which the next shape cannot use.
         self.judge = Judge(_ORACLE_BYTES.get(self.device.type, 1 << 30), timed_up_to=self.study.timed_up_to)
-        collect_garbage()
+        self.garbage.end_case()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -349,7 +354,7 @@ class Run:
                 direction,
                 variants=variants,
                 controls=[planned.variant for planned in runnable if planned.control],
-                baseline=self._baselines(self._operation(runnable), variants),
+                baseline=aa_variants(self.study, self._operation(runnable), self.device.type, variants),
                 regimes=self.study.regimes,
                 rounds=self.options.rounds,
                 device=self.device,
@@ -364,6 +369,7 @@ class Run:
                     for planned in runnable
                     if not planned.control and (self._label(planned), direction) not in self.examined
                 ],
+                on_verified=self.garbage.verified,
                 on_progress=lambda step, done, total: self._report(case.name, direction, step, done, total),
                 on_turn=lambda name, **more: self.on_turn(case.name, direction, name, **more),
             )
@@ -414,14 +420,6 @@ class Run:
     def _replanned(self, planned: PlannedCell) -> PlannedCell:
         """Return the planned measurement with the bounds of the latest measured peaks."""
         return next(each for each in self.plan.cells if key_of(each) == key_of(planned))
-
-    def _baselines(self, operation: Operation[..., Any], variants: Sequence[str]) -> tuple[str, ...]:
-        """Return the variants that may give the A/A noise, in the order in which they are tried.
-
-        The study's baseline comes first, then the dispatcher's defaults on this device, then the other variants.
-        """
-        preferred = (self.study.baseline, *operation.defaults.get(self.device.type, ()), *variants)
-        return tuple(name for name in dict.fromkeys(preferred) if name in variants)
 
     def _count(self, case: Case, direction: Direction, runnable: Sequence[PlannedCell]) -> Sequence[tuple[PlannedCell, Traffic]]:
         """Count the DRAM bytes of the measured variants and controls, the slowest last.

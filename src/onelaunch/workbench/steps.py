@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onelaunch.device import hardware, peaks
-from onelaunch.workbench.measure.compiling import compile_ahead
+from onelaunch.workbench.measure.ahead import Made, compile_ahead
 from onelaunch.workbench.measure.count import count_all
 from onelaunch.workbench.measure.outcomes import Measurements
 from onelaunch.workbench.measure.timing import measure
@@ -30,4 +30,4 @@ class Steps:
     count: Callable[..., Sequence[Traffic]] = count_all
     counters: Mapping[str, Callable[..., Sequence[int | Beside | str]]] = field(default_factory=dict)
     """Functions by the kept name of a measure that count in place of the measure's own ``count``; none but in tests."""
-    compile: Callable[..., list[str]] = compile_ahead
+    compile: Callable[..., Made] = compile_ahead

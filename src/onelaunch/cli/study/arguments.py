@@ -81,7 +81,7 @@ Anew = Annotated[
 ]
 
 Processes = Annotated[
-    int, typer.Option("--processes", min=0, help="Number of processes that compile before anything is measured; 0 for none.")
+    int, typer.Option("--processes", min=0, help="Number of processes that compile before shapes are measured; 0 for none.")
 ]
 
 Tuning = Annotated[

@@ -1,23 +1,17 @@
-"""Make every call of a study once, in several processes at the same time, so that the measuring process need not compile.
-
-The calls at the probes of operations come first. The measuring process then judges variants on the probes, while the others go on
-with the calls that will be measured.
+"""Make a call of a study once, in a process beside the one that measures, so that the measuring process need not compile.
 
 Triton, NVRTC and torch.compile cache compiled code on disk, where the measuring process finds it. Autotuning is left to the
 measuring process, because processes that share a device disturb each other's times. But the configurations that an autotuner will
-try can be compiled: each process compiles a part of them. ``running.py`` calls :func:`compile_ahead` with the calls of
-:func:`calls_to_compile` and of ``probing.py``. Without processes it calls :func:`compile_probes` before variants are judged.
+try can be compiled: each process compiles a part of them. ``running.py`` passes the calls of :func:`calls_to_compile` to
+``ahead.py``, whose processes make each by :func:`call_once`. Without processes it calls :func:`compile_probes` before variants
+are judged on probes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +25,9 @@ from onelaunch.launch.side_by_side import compile_builds, current_architecture, 
 from onelaunch.operation import Case, Direction, Operation, Variant
 from onelaunch.operation.examples import builds_for_case
 from onelaunch.wording import in_a_line
-from onelaunch.workbench.measure.cores import give_way
 from onelaunch.workbench.study import Study
 from onelaunch.workbench.study.plan import PlannedCell
-from onelaunch.workbench.verify.calls import Candidate, Inputs, draw_gradients, make_inputs
-from onelaunch.workbench.verify.probes import Prepared
-from onelaunch.workbench.verify.views import slices
+from onelaunch.workbench.verify.calls import Candidate, draw_gradients, make_inputs
 
 
 class CompileCall(NamedTuple):
@@ -47,125 +38,66 @@ class CompileCall(NamedTuple):
     variant: str
     part: int = 0
     parts: int = 1
-    """Number of parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
+    """Most parts of the configurations of Triton's autotuner; ``part`` is the index of the part for this call."""
+
+    @property
+    def step(self) -> str:
+        """The step in reports of the progress."""
+        return "compile"
 
 
-class ProbeCall(NamedTuple):
-    """Calls of a variant at one probe of its operation that a process makes once, so that their kernels are compiled."""
+class Called(NamedTuple):
+    """Outcome of a call."""
 
-    shape: str
-    """First shape at which the variant is measured."""
-    direction: Direction
-    """Direction of the calls. One with gradients includes the forward call without gradients."""
-    variant: str
-    probe: int
-    """Index of the probe among those of the operation."""
+    problem: str | None = None
+    """Error of a call that failed."""
+    parts: int = 1
+    """Number of parts into which the autotuner's configurations are to be divided; 1 if all its choices are stored."""
 
 
-PATIENCE = 300.0
-"""Seconds without a finished call after which all processes are killed, and the remaining calls given up."""
+def calls_to_compile(
+    study: Study, cells: Iterable[PlannedCell], processes: int, before: Iterable[PlannedCell] = ()
+) -> tuple[list[CompileCall], list[CompileCall]]:
+    """Return the calls of variants that can run here, those that take long and the others; controls are left out.
 
-
-def calls_to_compile(study: Study, cells: Iterable[PlannedCell], processes: int) -> Iterator[CompileCall]:
-    """Yield the calls of variants that can run here; controls are left out. A variant that autotunes has one for each process.
-
-    Variants that ``torch.compile`` compiles for each set of sizes come first. They take the longest, and the last call of all
-    keeps one process busy while the others have nothing left to do. Of several cases for which a smaller one stands, only the
-    first has a call.
-    """
-    later = []
-    stood_for: set[tuple[str, Direction, str]] = set()
-    for cell in cells:
-        if cell.status is None and not cell.control:
-            variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
-            if variant is not None and (smaller := variant.smaller_case(case := study.case(cell.shape))) is not case:
-                same = cell.variant, cell.direction, str(smaller)
-                if same in stood_for:
-                    continue
-                stood_for.add(same)
-            parts = processes if variant is not None and variant.capabilities.tunes else 1
-            calls = [CompileCall(cell.shape.name, cell.direction, cell.variant, part, parts) for part in range(parts)]
-            if variant is not None and variant.capabilities.recompiles:
-                yield from calls
-            else:
-                later += calls
-    yield from later
-
-
-def compile_ahead(
-    study: Study,
-    calls: Iterable[CompileCall | ProbeCall],
-    device: str,
-    processes: int,
-    report: Callable[[CompileCall | ProbeCall, int, int], None],
-    judge: Callable[[], None] = lambda: None,
-) -> list[str]:
-    """Make calls of a study in several processes, and report the progress after each.
+    Of a variant that autotunes it is the first part, which other parts may follow, as many as there are processes. Variants that
+    ``torch.compile`` compiles for each set of sizes take the longest. If the last call of all were of them, it would keep one
+    process busy while the others have nothing left to do.
 
     Args:
-        study: Study of the calls. Each process receives a copy.
-        calls: Calls to make, in this order, those at probes first.
-        device: Device of all processes. Each process makes one call at a time, so the device needs memory for as many calls as
-            there are processes.
+        study: Study of the cases.
+        cells: Measurements of the cases that are compiled now.
         processes: Number of processes.
-        report: Callback in this process, with the call, the number of calls that are done, and the number of all calls.
-        judge: Callback in this process that judges variants on probes. It is called once the calls at probes are made, and other
-            processes make the rest meanwhile.
-
-    Returns:
-        One line for each call that failed. These are no errors, because the call is made again when it is measured. Calls at
-        probes are left out, because many are refused.
+        before: Measurements of the cases that were compiled before. Of several cases for which the same smaller one is called,
+            only the first has a call.
     """
-    waiting = list(calls)
-    failed: list[str] = []
-    if not waiting:
-        judge()
-        return failed
-    before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    pool = ProcessPoolExecutor(min(processes, len(waiting)), mp_context=context, initializer=give_way)
-    try:
-        futures = {pool.submit(call_once, study, call, device): call for call in waiting}
-        workers = set(multiprocessing.active_children()) - before
-        done, given_up = 0, ""
-        for at_probes in (True, False):
-            group = [future for future, call in futures.items() if isinstance(call, ProbeCall) is at_probes and not given_up]
-            try:
-                for future in _ended(group):
-                    done += 1
-                    call = futures[future]
-                    if problem := future.result():
-                        failed.append(f"Not compiled ahead: {call.variant} at {call.shape}: {problem}")
-                    report(call, done, len(futures))
-            except BrokenProcessPool:
-                given_up = "A process died while it compiled."
-            except TimeoutError as stuck:
-                given_up = str(stuck)
-                for worker in workers:
-                    worker.kill()
-            if at_probes:
-                judge()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # so that Ctrl-C need not wait for a compiler
-    return [*failed, f"{given_up} The calls that were left are compiled when they are measured."] if given_up else failed
+    tuned, recompiled, others = [], [], []
+    stood_for = {_smaller_call(study, cell) for cell in before if _runs(cell)}
+    for cell in filter(_runs, cells):
+        if (smaller := _smaller_call(study, cell)) is not None:
+            if smaller in stood_for:
+                continue
+            stood_for.add(smaller)
+        variant = study.operation_at(cell.shape).variants.get(cell.variant)  # none for auto
+        facts = None if variant is None else variant.capabilities
+        parts = processes if facts is not None and facts.tunes else 1
+        group = tuned if parts > 1 else recompiled if facts is not None and facts.recompiles else others
+        group.append(CompileCall(cell.shape.name, cell.direction, cell.variant, 0, parts))
+    return [*tuned, *recompiled], others
 
 
-def _ended(futures: Collection[Future[str | None]]) -> Iterator[Future[str | None]]:
-    """Yield the futures of calls as they end.
+def _runs(cell: PlannedCell) -> bool:
+    """Return whether a planned measurement is one of a variant that can run here."""
+    return cell.status is None and not cell.control
 
-    The waits are short, since Ctrl-C is raised in this thread by another one, and not before a wait is over.
 
-    Raises:
-        TimeoutError: No call ended for :data:`PATIENCE`.
-    """
-    waiting, latest = set(futures), time.monotonic()
-    while waiting:
-        done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-        if done:
-            latest = time.monotonic()
-        elif time.monotonic() - latest > PATIENCE:
-            raise TimeoutError(f"Processes that compile were ended, since none was done with its call within {PATIENCE:g} s.")
-        yield from done
+def _smaller_call(study: Study, cell: PlannedCell) -> tuple[str, str, Direction, str] | None:
+    """Return a key of the call at a smaller case that is made ahead of a measurement; ``None`` if none stands for its case."""
+    operation, case = study.operation_at(cell.shape), study.case(cell.shape)
+    variant = operation.variants.get(cell.variant)  # none for auto
+    if variant is None or variant.lists_kernels or (smaller := variant.smaller_case(case)) is case:
+        return None
+    return operation.name, cell.variant, cell.direction, str(smaller)
 
 
 def compile_probes(asked: Iterable[tuple[Operation[..., Any], str, Sequence[Direction]]], device: torch.device) -> int:
@@ -208,7 +140,7 @@ class _TunedBefore(Exception):
 
 
 @contextlib.contextmanager
-def part_of_tuning(part: int, parts: int) -> Iterator[None]:
+def part_of_tuning(part: int, parts: int) -> Iterator[set[int]]:
     """Let Triton's autotuner compile part number ``part`` of ``parts`` of each kernel's configurations, and time none of them.
 
     Times that are taken while several processes use the device would be useless, and take longer than the compilation. The first
@@ -216,25 +148,32 @@ def part_of_tuning(part: int, parts: int) -> Iterator[None]:
     values, and the kernels after it are compiled all the same. The choices that each autotuner cached before are dropped at its
     first run in the block, so that it does compile this part, and no choice that is made here is stored on disk. Where one is
     stored already, such as by an earlier run of the study, it alone is compiled.
+
+    Yields:
+        A set that gets the number of configurations of each kernel whose choice is not stored.
     """
+    counts: set[int] = set()
     if parts == 1 or not package_installed("triton"):
-        yield
+        yield counts
         return
     from triton.runtime.autotuner import Autotuner
 
-    replaced = _methods_for_a_part(part, parts)
+    replaced = _methods_for_a_part(part, parts, counts)
     before = {name: getattr(Autotuner, name) for name in replaced}
     for name, function in replaced.items():
         setattr(Autotuner, name, function)
     try:
-        yield
+        yield counts
     finally:
         for name, function in before.items():
             setattr(Autotuner, name, function)
 
 
-def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
-    """Return replacements of methods of Triton's autotuner, by name, with which it compiles one part of the configurations."""
+def _methods_for_a_part(part: int, parts: int, counts: set[int]) -> dict[str, Callable[..., Any]]:
+    """Return replacements of methods of Triton's autotuner, by name, with which it compiles one part of the configurations.
+
+    The number of configurations of each kernel that has no stored choice is added to ``counts``.
+    """
     from triton.runtime.autotuner import Autotuner, OutOfResources
 
     prune, look_up, run = Autotuner.prune_configs, Autotuner.check_disk_cache, Autotuner.run
@@ -256,6 +195,7 @@ def _methods_for_a_part(part: int, parts: int) -> dict[str, Callable[..., Any]]:
         return True
 
     def compile_alone(self: Autotuner, *args: Any, config: Any, **kwargs: Any) -> list[float]:
+        counts.add(len(everything[id(self)]))
         try:
             self.fn.run(*args, **{**kwargs, **config.all_kwargs(), "warmup": True})
         except Exception:  # noqa: BLE001 - the compiler refuses it, and the autotuner that measures sees that again
@@ -284,30 +224,29 @@ def _not_stored() -> None:
     raise LookupError
 
 
-def call_once(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
-    """Make a call as it will be measured or judged, and return the problem if it failed, else ``None``."""
-    if isinstance(call, ProbeCall):
-        _call(study, call, device)
-        return None  # the judge meets the problem again
-    with part_of_tuning(call.part, call.parts):
-        problem = _call(study, call, device)
-    return problem if call.parts == 1 else None  # a part of the configurations may hold none that can be launched
+def call_once(study: Study, call: CompileCall, device: str) -> Called:
+    """Make a call as it will be measured. The problem of a part of a tuning is left out, and met again at the measurement."""
+    with part_of_tuning(call.part, call.parts) as counts:
+        problem = on_device(torch.device(device), lambda: _make(study, call, torch.device(device)))
+    if call.parts == 1:
+        return Called(problem)
+    # A part may hold no configuration that can be launched. The call then ends there, and other parts may get further.
+    return Called(parts=call.parts if problem else min(call.parts, max(counts, default=1)))
 
 
-def _call(study: Study, call: CompileCall | ProbeCall, device: str) -> str | None:
-    """Make a call, free its memory, and return the first error that one of the two raised."""
-    where = torch.device(device)
+def on_device(device: torch.device, function: Callable[[], object]) -> str | None:
+    """Call a function with its device as the current one, free its memory, and return the first error that one of them raised."""
     problems: list[str | None] = []
 
     def make() -> None:
-        with hardware.current(where):
-            problems.append(_problem(lambda: _make(study, call, where)))
+        with hardware.current(device):
+            problems.append(_problem(function))
 
     # In a process whose GPU has met an illegal access, for example, making a GPU current may fail, before the call or after it,
     # and so may freeing memory. This run needs such a process no more.
     problems.append(_problem(make))
     gc.collect()  # the other processes need the memory, and CUDA graphs are held by reference cycles
-    if where.type == "cuda":
+    if device.type == "cuda":
         problems.append(_problem(torch.cuda.empty_cache))
     return next(filter(None, problems), None)
 
@@ -321,7 +260,7 @@ def _problem(function: Callable[[], object]) -> str | None:
     return None
 
 
-def _make(study: Study, call: CompileCall | ProbeCall, device: torch.device) -> None:
+def _make(study: Study, call: CompileCall, device: torch.device) -> None:
     """Make one call of a variant, with its backward pass if the direction asks for it. Its device is current.
 
     If the variant lists the kernels of its calls, they are compiled, and no call is made. If it names a smaller case that
@@ -331,27 +270,22 @@ def _make(study: Study, call: CompileCall | ProbeCall, device: torch.device) -> 
     operation, case = study.operation_at(shape), study.case(shape)
     candidate = Candidate.variant(operation, call.variant)
     variant = operation.variants.get(call.variant)  # none for auto
-    probe = operation.listed_probes()[call.probe] if isinstance(call, ProbeCall) else None
     if variant is not None and variant.lists_kernels:
-        if builds := _listed(variant, case if probe is None else probe.case, call.direction, device):
+        if builds := _listed(variant, case, call.direction, device):
             target = current_architecture(by_triton=False)
             for build in builds:
                 compile_source(build.source, target.name)
         return
-    if probe is not None:
-        inputs = make_inputs(Prepared(operation, probe), probe.case, device, 0, call.direction)
-        # As examine.py judges it: in both directions, then with slices, whose strides may need kernels of their own.
-        candidate(Inputs(inputs.arguments))
-        _call_with_gradients(candidate, inputs, probe.case)
-        candidate(slices(inputs))
-    else:
-        smaller = case if variant is None else variant.smaller_case(case)
-        inputs = make_inputs(operation, smaller, device, 0, call.direction)
-        _call_with_gradients(candidate, inputs, smaller)
-        if variant is not None and smaller is not case and call.direction == "forward":
-            for regime in study.regimes:
-                if regime in operation.loops:
-                    operation.loops[regime](variant, inputs.arguments)  # making a loop runs it
+    smaller = case if variant is None else variant.smaller_case(case)
+    inputs = make_inputs(operation, smaller, device, 0, call.direction)
+    outputs = candidate.forward(inputs)
+    if inputs.differentiable:
+        inputs.output_gradients = draw_gradients(outputs, smaller.dtype, 0, inputs.through)
+        candidate.backward(outputs, inputs)
+    if variant is not None and smaller is not case and call.direction == "forward":
+        for regime in study.regimes:
+            if regime in operation.loops:
+                operation.loops[regime](variant, inputs.arguments)  # making a loop runs it
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -360,11 +294,3 @@ def _listed(variant: Variant, case: Case, direction: Direction, device: torch.de
     """Return the kernels that a variant lists for a call of a case; none if it cannot run that call."""
     query = variant.operation.query(case, str(device), grad=direction == "forward_backward")
     return [] if variant.why_not(query) is not None else variant.builds_of_case(case, device) or []
-
-
-def _call_with_gradients(candidate: Candidate, inputs: Inputs, case: Case) -> None:
-    """Call once and, if the inputs are differentiable, run the backward pass with gradients that the inputs then hold."""
-    outputs = candidate.forward(inputs)
-    if inputs.differentiable:
-        inputs.output_gradients = draw_gradients(outputs, case.dtype, 0, inputs.through)
-        candidate.backward(outputs, inputs)

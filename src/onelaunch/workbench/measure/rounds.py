@@ -76,7 +76,7 @@ def most_rounds(rounds: int, *, steady_eager: bool) -> int:
     The times of such calls at kernels of a few microseconds are those of the host, whose noise is often above :data:`STEADY`. At
     a case where no criterion reads them, more rounds of them would take longer than all else: on an H100, 12 candidates of
     ``linear_rnn`` were timed for 24 s with 16 rounds of such calls, at 1x512, and for 48 s with 46 of them, at 4x512, both with
-    12 rounds of the other regimes.
+    12 rounds of the other regimes (commit 3a4b8f3e2d95).
     """
     return MOST_TIMES * rounds if steady_eager else rounds
 

@@ -58,10 +58,8 @@ Progress = Callable[[str, int, int], None]
 """Callback for progress: the name of the step, the number of its items that are done, and the number of all its items."""
 
 Turn = Callable[..., None]
-"""Callback ``turn(name, control=..., step=...)`` before a candidate runs, and with ``None`` for its name when it has returned.
-
-A parent process learns from it which candidate was running when the process ended.
-"""
+"""Callback ``turn(name, control=..., step=...)`` before a candidate runs, and with ``None`` for its name when it has returned. A
+parent process learns from it which candidate was running when the process ended."""
 
 
 def new_seed() -> int:
@@ -88,6 +86,7 @@ def measure(
     time_cap_seconds: float = 60.0,
     steady_eager: bool = True,
     examine: Collection[str] = (),
+    on_verified: Callable[[], None] = lambda: None,
     on_progress: Progress | None = None,
     on_turn: Turn | None = None,
 ) -> Measurements:
@@ -118,6 +117,7 @@ def measure(
             :func:`~onelaunch.workbench.measure.rounds.most_rounds`. A study asks for them where a criterion reads such times.
         examine: Names of the variants that are also examined by :func:`~onelaunch.workbench.verify.repeated.examine_once`, which
             takes many calls. One that fails is incorrect.
+        on_verified: Callback once all candidates are verified and examined.
         on_progress: Callback for the progress.
         on_turn: Callback before each candidate runs and when it has returned, see :data:`Turn`.
 
@@ -150,6 +150,7 @@ def measure(
         session.add(name, Candidate.control(operation, operation.controls[name]), operation.controls[name])
     try:
         session.verify()
+        on_verified()
         session.prepare()
         session.take_rounds(rounds, time_cap_seconds, most_rounds(rounds, steady_eager=steady_eager))
         session.verify_again()

@@ -64,7 +64,7 @@ def work(job: Job, state: State, connection: Connection, parents: Connection | N
     """
     if parents is not None:
         parents.close()
-    gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
+        gc.freeze()  # a study collects garbage after each case; what a forked process inherits need not be traversed, nor copied
     # Ctrl-C in the terminal then reaches the parent alone, which passes it on once. The parent kills the whole group.
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -107,7 +107,8 @@ def _run_and_tell(
         else:
             kept = lambda result: send("kept", result.stored())  # noqa: E731
             tell = lambda step: send("progress", step)  # noqa: E731
-            result = carry_out(job, tell, state=state, on_turn=turn, on_kept=kept)
+            compiled = lambda cases: send("compiled", cases)  # noqa: E731
+            result = carry_out(job, tell, state=state, on_turn=turn, on_kept=kept, on_compiled=compiled)
             send("done", result.stored())
     except BaseException as error:  # noqa: BLE001 - raised again by the parent
         described = (type(error), error.args, error.__dict__)

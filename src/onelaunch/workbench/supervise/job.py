@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.device import hardware
 from onelaunch.operation import Direction
+from onelaunch.workbench.measure.ahead import Groups, Place
 from onelaunch.workbench.options import WHOLE, Part, Progress, RunOptions
 from onelaunch.workbench.result import Result, Status, StoredCeilings
 from onelaunch.workbench.running import Key, Run
@@ -36,7 +37,7 @@ class Job:
     """File of the partial result; ``None`` if the parent process saves it, together with other parts."""
     steps: Steps = field(default_factory=Steps)
     processes: int = 0
-    """Number of processes that compile before anything is measured."""
+    """Number of processes that compile before cases are measured; 0 for none."""
     earlier: Result | None = None
     """Interrupted run that is continued."""
     earlier_path: Path = Path()
@@ -55,6 +56,8 @@ class State:
     """Latest partial result of a child, with the finished cases, if any; ``None`` before the first."""
     failures: dict[Key, tuple[Status, str]] = field(default_factory=dict)
     """Statuses and reasons of candidates that are not run again."""
+    compiled: set[Place] = field(default_factory=set)
+    """Cases whose calls processes of an earlier child have made."""
     notes: list[str] = field(default_factory=list)
     """Sentences on the child processes that ended early."""
 
@@ -91,6 +94,7 @@ def carry_out(
     state: State | None = None,
     on_turn: Callable[..., None] = lambda *_, **__: None,
     on_kept: Callable[[Result], None] = lambda _: None,
+    on_compiled: Callable[[Sequence[Place]], None] = lambda _: None,
 ) -> Result:
     """Run a study in this process with its device as the current one, and return its result.
 
@@ -102,6 +106,7 @@ def carry_out(
         state: Finished cases and failed candidates of earlier processes of this run.
         on_turn: Callback before a candidate runs, as :attr:`Run.on_turn`.
         on_kept: Callback with the partial result, at the beginning, after the probes of each variant, and after each case.
+        on_compiled: Callback with the cases whose calls processes have made, as :attr:`Run.on_compiled`.
 
     Raises:
         ResultMismatch: The run that is to be continued has another study, device, software, commit, scale or number of rounds.
@@ -123,8 +128,9 @@ def carry_out(
         run.resume_from(job.earlier, job.earlier_path)
     run.notes += state.notes
     on_kept(run.result(interrupted=True))
-    # A process that follows one which ended compiles only what that one may not have: it ended while it judged on probes.
-    processes = job.processes if state.kept is None or run.to_judge() else 0
+    run.on_compiled = on_compiled
+    # A process that measures beside others compiles all of its cases first: one that did so later would disturb their times.
+    run.groups = Groups(job.processes, state.compiled, at_once=job.part != WHOLE)
     with hardware.current(run.device):
-        run.measure_all(processes)
+        run.measure_all()
     return run.result(interrupted=run.stopped or job.part != WHOLE)  # other processes measure the rest

@@ -340,6 +340,8 @@ class Child:
             on_progress(value)
         elif kind == "kept":
             self._state.kept = _read(value)
+        elif kind == "compiled":
+            self._state.compiled.update(value)
         elif kind == "done":
             return _read(value)
         elif kind == "missing":
