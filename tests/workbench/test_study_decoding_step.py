@@ -34,10 +34,16 @@ def test_every_shape_runs_in_one_launch(study, gpu, monkeypatch):
 
 
 def test_shapes_are_steps_with_states_of_at_most_64_rows(study):
+    """Those of the group ``stateless`` have none, since fla's layer cannot take them; only its criterion asks for them alone."""
     shapes = study.at_scale("full")
     assert all(shape.sizes["B"] * shape.sizes["T"] <= 64 for shape in shapes)
-    assert all(study.case(shape).options["initial_state"] and study.case(shape).options["final_state"] for shape in shapes)
-    assert {shape.sizes["B"] for shape in shapes if shape.sizes["T"] == 1} >= {1, 16, 64}
+    stateless = {shape.name for shape in shapes if "stateless" in shape.groups}
+    for shape in shapes:
+        options = study.case(shape).options
+        states = [options.get(name, False) for name in ("initial_state", "final_state")]
+        assert states == [shape.name not in stateless] * 2, shape.name
+    assert {shape.sizes["B"] for shape in shapes if shape.sizes["T"] == 1 and shape.name not in stateless} >= {1, 16, 64}
+    assert [each.over for each in study.criteria if each.at is not None and "stateless" in each.at] == ["fla"] * bool(stateless)
 
 
 def test_bounds_are_those_that_were_asked_for(study):
