@@ -72,6 +72,16 @@ def test_variants_with_a_large_probe_are_judged_by_the_process_that_measures_alo
         assert len(list(calls_at_probes(asked, {}, GPU))) == count
 
 
+def test_an_operation_whose_cost_fails_at_its_probes_is_judged_by_the_process_that_measures_alone(probed, monkeypatch):
+    def cost(*_):
+        raise ValueError("no cost at such sizes")
+
+    declared = study(directions=("forward",), variants=("eager",))
+    asked = to_probe(declared, cells_of(declared), WHOLE)
+    monkeypatch.setattr(find_operation("toy_sum"), "cost", cost)
+    assert list(calls_at_probes(asked, {}, GPU)) == []
+
+
 def test_calls_at_all_probes_are_small():
     """Every process that judges on probes has a call and its reference on the GPU. docs/workbench.md states the limit."""
     ours = [each for each in operations() if each.__module__.startswith("onelaunch.")]

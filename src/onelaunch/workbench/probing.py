@@ -90,15 +90,19 @@ def calls_at_probes(probed: Iterable[Probed], codes: Mapping[str, str], device: 
     for each in probed if device.type != "cpu" else ():
         shape, direction, name = each.planned.shape.name, each.directions[-1], each.planned.variant
         probes = len(each.operation.listed_probes())
-        alone = each.operation.get(name).capabilities.tunes or _largest_probe(each) > LARGEST_CHECKED
+        alone = each.operation.get(name).capabilities.tunes or not _are_small(each)
         for index in () if alone else range(probes):
             yield ProbeCall(shape, direction, name, each.label, codes.get(each.label, ""), each.directions, index, probes)
 
 
-def _largest_probe(probed: Probed) -> int:
-    """Return the fewest bytes that a call must move at the largest probe on which a variant is judged."""
+def _are_small(probed: Probed) -> bool:
+    """Return whether a call moves at most :data:`LARGEST_CHECKED` bytes at each probe, and false where the cost is not known."""
     probes = [probe for probe in probed.operation.listed_probes() if not probe.refused]
-    return max((probed.operation.cost(probe.case, None, probed.directions[-1]).bytes for probe in probes), default=0)
+    try:
+        sizes = [probed.operation.cost(probe.case, None, probed.directions[-1]).bytes for probe in probes]
+    except Exception:  # noqa: BLE001 - the operation may be of another package, whose cost fails at its probes
+        return False
+    return max(sizes, default=0) <= LARGEST_CHECKED
 
 
 class ReportsAtProbes:
