@@ -96,7 +96,8 @@ def has_more_steps_than_pay(query: Query) -> str | None:
     batch, length, *_ = query.sizes
     if length == 1 or batch * length <= FASTER_ROWS_OF_STEPS:
         return None
-    return f"is left out beyond {FASTER_ROWS_OF_STEPS} rows B * T of several steps, up to which it was measured to be faster"
+    rows = f"{FASTER_ROWS_OF_STEPS} rows B * T of several steps"
+    return f"is left out beyond {rows}, up to which it was measured to be faster than semi_fused"
 
 
 @semi_fused_few_rows.examples
