@@ -1,7 +1,7 @@
 """Tests of the MLPs of transformers that ``accelerate`` replaces: results, gradients, hooks, compilation, refusals.
 
-``LlamaMLP`` and the others are the real classes, so the tests need transformers. ``tests/integrations/test_storage.py`` has the
-tests of where the parameters lie.
+``LlamaMLP`` and the others are the real classes, so the tests need transformers. ``test_storage.py`` has the tests of where the
+parameters lie, and ``test_mlp_calls.py`` those of calls that follow one like them and of steps of decoding.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from onelaunch import accelerate
 from onelaunch.errors import ArgumentError
-from onelaunch.integrations import swiglu_mlps
 from tests.integrations.standins import GatedMLP, RWKV6Attention
 
 pytest.importorskip("transformers", reason="the MLPs are those of transformers, which the extra decode installs")
@@ -164,88 +162,6 @@ def test_hooks_on_the_module_and_its_parameters_run():
     mlp.gate_proj.weight.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
     mlp(torch.randn(3, 32, requires_grad=True)).sum().backward()
     assert seen == ["before", "down_proj", "after", (48, 32), "backward"]
-
-
-class PretendedGpu:
-    """Stand-in for the class that knows devices, by which a CPU counts as a GPU."""
-
-    types = ("cpu",)
-    capturing = False
-
-    @classmethod
-    def is_capturing(cls):
-        return cls.capturing
-
-
-def test_steps_of_decoding_run_the_original_forward_unless_a_graph_is_captured(monkeypatch):
-    mlp, model = mlp_of("llama"), mlp_of("llama")
-    model.load_state_dict(mlp.state_dict())
-    report = accelerate(mlp)
-    monkeypatch.setattr(swiglu_mlps, "Device", PretendedGpu)
-    few, more = torch.randn(1, 16, 32), torch.randn(1, 17, 32)
-    with torch.no_grad():
-        assert torch.equal(mlp(few), model(few))
-        assert torch.equal(mlp(few[0, 0]), model(few[0, 0]))
-        assert report.fallbacks == {swiglu_mlps.BOUND_BY_HOST: 2}
-        torch.testing.assert_close(mlp(more), model(more))
-        monkeypatch.setattr(PretendedGpu, "capturing", True)
-        torch.testing.assert_close(mlp(few), model(few))
-    monkeypatch.setattr(PretendedGpu, "capturing", False)
-    torch.testing.assert_close(mlp(few), model(few))  # autograd records it, so that memory counts too
-    assert report.fallbacks == {swiglu_mlps.BOUND_BY_HOST: 2}
-
-
-def test_fla_runs_steps_of_decoding_by_the_new_forward(monkeypatch, fla):
-    mlp = GatedMLP(32, intermediate_size=48)
-    report = accelerate(mlp)
-    monkeypatch.setattr(swiglu_mlps, "Device", PretendedGpu)
-    with torch.no_grad():
-        mlp(torch.randn(1, 1, 32))
-    assert not report.fallbacks
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_call_like_the_one_before_looks_at_everything_again(grad):
-    """Facts of the latest call are compared with those of this one; each change below must be seen by the next call."""
-    mlp, x = mlp_of("llama"), torch.randn(3, 32)
-    report = accelerate(mlp)
-
-    def changed(expected):
-        with torch.set_grad_enabled(grad):
-            for _ in range(2):
-                before = report.fallbacks.total()
-                gate, up = (F.linear(x, each.weight) for each in (mlp.gate_proj, mlp.up_proj))
-                torch.testing.assert_close(mlp(x), mlp.down_proj(F.silu(gate) * up))
-        return report.fallbacks.total() - before == expected
-
-    assert changed(0)
-    with torch.no_grad():
-        mlp.up_proj.weight.mul_(2)
-    assert changed(0)
-    mlp.up_proj.weight = nn.Parameter(torch.randn(48, 32))  # elsewhere in memory
-    assert changed(0)
-    mlp.gate_proj.weight.data = torch.randn(32, 48).T  # of the same shape, by columns
-    assert changed(0)
-    accelerate(mlp)
-    assert changed(0)
-    handle = mlp.act_fn.register_forward_hook(lambda *_: None)
-    assert changed(1)
-    handle.remove()
-    assert changed(0)
-    mlp.up_proj = nn.Linear(32, 48, bias=False)
-    assert changed(1)
-
-
-def test_a_call_under_autocast_is_none_like_it_without(monkeypatch):
-    mlp, x = mlp_of("llama").bfloat16(), torch.randn(3, 32)
-    report = accelerate(mlp)
-    with torch.autocast("cpu", torch.bfloat16):
-        mlp(x)
-        mlp(x)
-    assert not report.fallbacks
-    with pytest.raises(RuntimeError, match="dtype"):
-        mlp(x)
-    assert report.fallbacks == {"the input and the weights differ in dtype": 1}
 
 
 def test_calls_whose_projections_have_hooks_run_the_original_forward(prose):

@@ -292,6 +292,16 @@ def test_explanations_say_why_auto_leaves_it_out(h100, prose):
     prose(standing.held_back)
 
 
+def test_explanations_by_another_gpus_times_say_so_too(monkeypatch):
+    """An H200 without times of its own follows the order at the nearest call on an H100, where this variant was the fastest."""
+    device = pretend(HOPPERS["H200"], monkeypatch)
+    because = dispatch.explain(query_of(device, 1, 20)).because
+    monkeypatch.undo()
+    forget()
+    assert "at B=1, T=16" in because
+    assert f"{VARIANT} was faster there, but is left out" in because
+
+
 def test_among_equally_fast_variants_it_comes_before_one_that_compiles_anew_for_other_sizes(h100):
     names = LINEAR_RNN.preference(query_of(h100, 1, 1))
     assert names.index("semi_fused") < names.index(VARIANT) < names.index("compiled")

@@ -5,7 +5,8 @@ Users call ``onelaunch.dispatch.explain``, and the command ``onelaunch explain``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def explain(query: Query) -> Explanation:
         )
         for name, variant in operation.variants.items()
     )
+    compared = times
     if measured is not None and chosen.name in measured.microseconds:
         fastest_of = "the fastest of our variants" if is_trusted(chosen, query) else "the fastest variant"
         because = f"it is {fastest_of}, or {_margin(measured)}, as measured at {measured.where()}"
@@ -103,6 +105,7 @@ def explain(query: Query) -> Explanation:
         because = _unmeasured(operation, query, shown, chosen.name)
         lent = borrowed_for(operation, query) if measured is None else None
         if lent is not None and chosen.name in lent.microseconds:
+            compared = lent.microseconds
             because = (
                 f"it is the fastest of our variants, or {_margin(lent)}, at {lent.where()}, whose table gives "
                 f"the order of variants on Hopper GPUs that lack times of their own; {because}"
@@ -110,7 +113,7 @@ def explain(query: Query) -> Explanation:
         else:
             order = f"{operation.name}'s order of preference on {query.device_type}"
             because = f"it is the first in {order} that can run; {because}"
-    because += _faster_but_held_back(standings, chosen.name)
+    because += _faster_but_held_back(standings, compared, chosen.name)
     faster = tuple(
         Faster(name, reason)
         for name, reason in chosen.why_slower(query).items()
@@ -135,10 +138,12 @@ def _trusted(operation: Operation[..., Any], query: Query, name: str, measured: 
     return "; exactly these sizes and flags were measured"
 
 
-def _faster_but_held_back(standings: Sequence[Standing], chosen: str) -> str:
-    """Return a clause for each variant that was faster at the measured call than the chosen one and is held back."""
-    time = next(each.microseconds for each in standings if each.variant == chosen)
-    faster = [each for each in standings if each.microseconds is not None and (time is None or each.microseconds < time)]
+def _faster_but_held_back(standings: Sequence[Standing], times: Mapping[str, float], chosen: str) -> str:
+    """Return a clause for each variant that was faster at the measured call than the chosen one and is held back.
+
+    ``times`` are the microseconds of that call, which may be of another GPU than those of the standings.
+    """
+    faster = [each for each in standings if each.variant in times and times[each.variant] < times.get(chosen, math.inf)]
     return "".join(f". {each.variant} was faster there, but {each.held_back}" for each in faster if each.held_back is not None)
 
 

@@ -18,13 +18,16 @@ from onelaunch.launch.facts import facts_of
 from onelaunch.launch.plan import Device
 from onelaunch.launch.repeated import Repeated
 from onelaunch.nn.packed import child, parameter
+from onelaunch.ops.swiglu.contract import swiglu
 from onelaunch.ops.swiglu.mlp import mlp
-from onelaunch.tracing import is_transformed
+from onelaunch.tracing import sees_operators
 
 _SILU = ("silu", "swish")
 _SILU_CLASSES = ("SiLUActivation", "SiLU")
 """Names of the classes that ``transformers.activations.ACT2FN`` has for ``silu`` and ``swish``, in its releases since 4.51."""
 
+GPUS = ("cuda",)
+"""Types of devices that wait for the host in a step of decoding."""
 
 BOUND_BY_HOST = "so few rows that the device waits for the host"
 """Reason why the original forward runs a step of decoding."""
@@ -63,22 +66,27 @@ class SwigluMlp(Forward):
     operation = "swiglu"
     projections = ("gate_proj", "up_proj")
     host_rows: ClassVar[int] = 16
-    """Most rows of a call without gradients on a GPU that the original forward runs, unless a CUDA graph is captured.
+    """Most rows of a call with gradients disabled on a GPU that the original forward runs, unless a CUDA graph is captured.
 
     In such a step of decoding the device waits for the host, so that a faster kernel gains nothing. On an H100's host a Llama of
     16 layers decoded 0.94 times as fast with the replaced MLPs.
+
+    A captured call is one of ``onelaunch.ops.swiglu`` if a call like it was made before the capture. The first such call also
+    launches the kernels, without need of their results: CUDA loads no kernel while a graph is captured.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._most_of_few = self.host_rows * self.weights()[0].shape[1]
         self._latest: _Latest | None = None
+        self._launched: set[tuple[Any, ...]] = set()
+        """Facts about the calls of few rows whose kernels have been launched, so that they can be captured."""
         self._gate, self._up = (child(module, name) for name in self.projections)
         """Projections, which are among the submodules that :meth:`why_changed` compares."""
+        self._most_of_few = self.host_rows * self._gate.in_features  # not the weight's, which FSDP may have flattened
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, which cannot hold what compares calls."""
-        return {**vars(self), "_latest": None}
+        """Return the attributes for a copy or a pickle, which cannot hold what compares calls, nor loaded kernels."""
+        return {**vars(self), "_latest": None, "_launched": set()}
 
     @classmethod
     def refusals(cls, module: nn.Module) -> Iterator[str]:
@@ -121,7 +129,7 @@ class SwigluMlp(Forward):
         """Run the MLP on ``x [..., hidden_size]``. fla's MLP accepts and ignores any keyword arguments."""
         if is_compiling():
             latest = None
-        elif self._is_bound_by_host(x):
+        elif self._is_left_to_original(x):
             self.fallbacks[BOUND_BY_HOST] += 1
             return type(self.module).forward(self.module, x, **kwargs)
         else:
@@ -133,22 +141,33 @@ class SwigluMlp(Forward):
             if reason is not None:
                 return self.original(reason, x, **kwargs)
             gate, up = self.weights()
-            whole = together((gate, up))
             if not is_compiling():
                 self._latest = _Latest.of(x, gate, up)
-            latest = (gate, up) if whole is None else (whole, None)
+            latest = _joined(gate, up)
         return mlp(x, *latest, child(self.module, "down_proj"))
 
-    def _is_bound_by_host(self, x: torch.Tensor) -> bool:
-        """Return whether a call is left to the original forward, since the device waits for the host; see ``host_rows``."""
+    def _is_left_to_original(self, x: torch.Tensor) -> bool:
+        """Return whether the original forward runs a call, since the device waits for the host; see ``host_rows``.
+
+        The first call of its kind launches the kernels that a later one may launch while a CUDA graph is captured.
+        """
         if type(x) is not torch.Tensor or x.numel() > self._most_of_few or torch.is_grad_enabled():
             return False
-        return x.device.type in Device.types and not Device.is_capturing()
+        kind = x.device.type
+        if kind not in GPUS:
+            return False
+        call = x.numel(), x.dtype, x.device, torch.is_autocast_enabled(kind)
+        if call in self._launched:
+            return not Device.is_capturing()
+        if not (Device.is_capturing() or x.dim() < 2 or sees_operators() or self.why_not(x) is not None):
+            swiglu(x, *_joined(*self.weights()))
+            self._launched.add(call)
+        return True
 
     def _as_before(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return the weights for :func:`mlp` if all that :meth:`why_not` asks is as in the latest call, else ``None``."""
         latest = self._latest
-        if latest is None or self.why_changed() is not None or is_transformed():
+        if latest is None or self.why_changed() is not None or sees_operators():  # a traced call must not depend on addresses
             return None
         gate, up = self._gate._parameters.get("weight"), self._up._parameters.get("weight")  # noqa: SLF001
         found = latest.repeated.tensors_of((x, gate, up), {})
@@ -158,6 +177,12 @@ class SwigluMlp(Forward):
         if middle - begin != latest.gate_bytes or not is_within(gate, begin, middle + latest.up_bytes):
             return gate, up
         return joined_in_place((gate, up)), None
+
+
+def _joined(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weights as :func:`mlp` takes them: as one, and ``None``, where they lie one behind the other in memory."""
+    whole = together((gate, up))
+    return (gate, up) if whole is None else (whole, None)
 
 
 class FlaMlp(SwigluMlp):

@@ -1,6 +1,6 @@
 """The variant ``one_launch`` of ``gla_layer``: the whole layer in one cooperative launch on Hopper, for steps of decoding.
 
-On an H100 the study ``058-decoding-step`` measured 0.71 to 0.94 of the time of five launches up to 32 rows B T, and 1.21 to 2.1
+On an H100 the study ``058-decoding-step`` measured 0.72 to 0.94 of the time of five launches up to 32 rows B T, and 1.21 to 2.1
 times it with 64 (c7cad683, docs/notebook/gla_layer.md). ``auto`` takes it up to 32 rows, or 16 of several steps, where a table of
 measured times says that it is the fastest.
 

@@ -2,8 +2,8 @@
 
 ``semi_fused_few_rows`` is its ablation: the same product in a launch of its own.
 
-The kernel for Hopper is for at most 16 rows in bfloat16. On an H100 it is 1.42 to 2.32 times as fast as two launches (study
-``040-decoding-step`` at 3a4b8f3e). With 64 rows the one in Triton is 1.66 times as fast as two launches at one step, and slower
+The kernel for Hopper is for at most 16 rows in bfloat16. On an H100 it is 1.41 to 2.32 times as fast as two launches (study
+``040-decoding-step`` at c7cad683). With 64 rows the one in Triton is 1.66 times as fast as two launches at one step, and slower
 at several (docs/notebook/linear_rnn.md). All times are of a weight stored by rows. With one by columns, as ``nn.LinearRNN`` has
 it, the kernels passed their tests on an H100, and nothing was timed.
 
@@ -96,7 +96,8 @@ def has_more_steps_than_pay(query: Query) -> str | None:
     batch, length, *_ = query.sizes
     if length == 1 or batch * length <= FASTER_ROWS_OF_STEPS:
         return None
-    return f"is left out beyond {FASTER_ROWS_OF_STEPS} rows B * T of several steps, up to which it was measured to be faster"
+    rows = f"{FASTER_ROWS_OF_STEPS} rows B * T of several steps"
+    return f"is left out beyond {rows}, up to which it was measured to be faster than semi_fused"
 
 
 @semi_fused_few_rows.examples
