@@ -258,10 +258,9 @@ def test_a_missing_barrier_is_found(libraries, monkeypatch):
 WAITS = {  # a wait between CTAs, and what takes its place; and a case whose launch has it
     "words_of_a_head": ("if (all) return true;", "return true;", "three_sequences"),
     "words_of_sequences": ("if constexpr (TAGGED) await_words(v, has, load);", "", "sixteen_sequences"),
-    "words_of_all": ("OUT_SLAB, INNER, true, Eight>", "OUT_SLAB, INNER, false, Eight>", "many_ctas_per_head"),
-    "sums_of_squares": ("return all || !TAGGED_GATED;", "return true;", "three_sequences"),
     "count_of_a_head": ("if constexpr (!TAGGED) c.await(c.head, MEMBERS);", "c.sync();", "steps_of_sequences"),
-    "count_of_all": ("if constexpr (!TAGGED_GATED) c.await(HEADS, CTAS);", "c.sync();", "no_initial_state"),
+    "count_of_all": ("c.await(HEADS, CTAS);", "c.sync();", "no_initial_state"),
+    "count_of_all_with_few_rows": ("c.await(HEADS, CTAS);", "c.sync();", "many_ctas_per_head"),
     "count_of_all_by_sequences": ("return load_acquire(c.counter(HEADS)) >= (u32)CTAS;", "return true;", "sixteen_sequences"),
 }  # fmt: skip
 

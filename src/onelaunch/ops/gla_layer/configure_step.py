@@ -59,14 +59,18 @@ those of q and k but for the low-rank factor, most take longer than without.
 RESIDENT_ROWS = 2
 """Most rows of x with which an SM has room for two CTAs, so that one of the next launch starts beside one of this launch.
 
-Each then has half of the shared memory, and at most 96 registers per thread. At D = 2048 registers suffice up to 2 rows, and 4
-rows spill 16 bytes. On an H100 launches that overlap take 1.3 us less at 2 rows with it, and 0.2 at 1; others gain nothing at 1.
+Each then has half of the shared memory, and at most 96 registers per thread. All times are of an H100 at D = 2048. When all CTAs
+still polled tagged words for the gated o, launches that overlap took 0.2 us less at 1 row with two CTAs than with one, and 0.4
+more at 2 rows (20.1 and 20.3; 22.8 and 22.4), where copied states leave two CTAs a ring of 4 stages. With a counter in place of
+these words two took 18.3 and 20.0 us. Not measured with a counter are one CTA at 1 and 2 rows, and two at 3 and 4 rows, for which
+only states that are not copied leave enough stages.
 """
 
-TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
-"""Most rows of x whose exchange within a head, and among all CTAs, takes place in tagged words.
+TAGGED_ROWS = 16
+"""Most rows of x whose exchange within a head takes place in tagged words.
 
-They lie in the zeroed memory of which captured calls have a reserve, and all CTAs read the latter in float32.
+They lie in the zeroed memory of which captured calls have a reserve. All CTAs exchange the gated o behind a grid barrier: on an
+H100 polls of tagged words for it took 0.7 to 2.8 us more at 1 to 4 rows.
 """
 
 COPIED_ROWS = 4
@@ -112,8 +116,6 @@ class StepConfig:
     """Most chunks on their way at once."""
     tagged: bool = True
     """Flag that the CTAs of a head exchange tagged words, and do not count arrivals."""
-    tagged_gated: bool = True
-    """Flag that all CTAs exchange the gated o in tagged words."""
     copied: bool = False
     """Flag that the first states are copied to shared memory early, and not loaded into registers; unless ``by_sequence``."""
     bulk: bool = False
@@ -155,9 +157,8 @@ class StepConfig:
         return 2 * self.keys + ranks + (2 * self.values if self.by_sequence else 0)
 
     def tagged_words(self, rows: int) -> int:
-        """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
-        exchanged = self.heads * rows * self.exchanged if self.tagged else 0
-        return exchanged + (rows * (self.heads * self.values + self.ctas) if self.tagged_gated else 0)
+        """Return the number of 32-bit words that the CTAs of heads exchange as tagged ones, for ``rows`` rows of x."""
+        return self.heads * rows * self.exchanged if self.tagged else 0
 
     def operand_blocks(self, columns: int) -> int:
         """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
@@ -253,11 +254,9 @@ def config_of(
     by_sequence = length == 1 and batch >= members and rows >= 8
     least = 1 if by_sequence else slots
     block_rows = min(power_of_2(cdiv(batch, members)), _BLOCK_SEQUENCES) if by_sequence else max(slots, min(rows, _BLOCK_ROWS))
-    tagged = batch * length <= TAGGED_ROWS
-    tagged_gated = tagged and batch * length <= TAGGED_GATED_ROWS
     sizes = (heads, keys, values, width, rank, float_norm, members, rows, slots)
     while True:
-        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated)
+        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, tagged=batch * length <= TAGGED_ROWS)
         for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
@@ -337,7 +336,6 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "PROXY_FENCES": config.proxy_fences,
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
-        "TAGGED_GATED": config.tagged_gated,
         "OVERLAP": config.overlap,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,

@@ -14,24 +14,22 @@
 // Row of a tile for the lanes of a quad: a permutation of 0 to 7 that puts rows r and r + 4 into neighboring quads.
 DEVICE int row_of(int quad) { return quad >> 1 | (quad & 1) << 2; }
 
-// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, by load(row, column), run prepare(), wait until all words have been
-// written if they are tagged (AWAITED), and store transform(values, row, column) to shared memory. Ends with a barrier. SLAB_COLUMNS is the
-// width of a slab, of which the last may have less.
-template <int SLAB_COLUMNS, int WIDE, bool AWAITED, class Loaded, class Load, class Prepare, class Transform>
-DEVICE void stage_operand(Consumer& c, int slab, Load load, Prepare prepare, Transform transform) {
+// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, run prepare(), and store transform(values, row, column) to shared memory.
+// Ends with a barrier. SLAB_COLUMNS is the width of a slab, of which the last may have less.
+template <int SLAB_COLUMNS, int WIDE, class Prepare, class Transform>
+DEVICE void stage_operand(Consumer& c, int slab, const u16* operand, Prepare prepare, Transform transform) {
   constexpr int UNITS = SLAB_COLUMNS / 8, EACH = divided(ROWS * UNITS, CONSUMER_THREADS);
-  Loaded v[EACH];
+  uint4 v[EACH];
   c.refresh();
   auto row_of = [&](int i) { return (c.thread + i * CONSUMER_THREADS) / UNITS; };
   auto column_of = [&](int i) { return slab * SLAB_COLUMNS + (c.thread + i * CONSUMER_THREADS) % UNITS * 8; };
   auto has = [&](int i) { return row_of(i) < c.a.rows && column_of(i) < WIDE; };
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    v[i] = {};
-    if (has(i)) v[i] = load(row_of(i), column_of(i));
+    v[i] = {0, 0, 0, 0};
+    if (has(i)) v[i] = load_weak((const uint4*)(operand + (long long)row_of(i) * WIDE + column_of(i)));
   }
   prepare();
-  if constexpr (AWAITED) await_words(v, has, [&](int i) { return load(row_of(i), column_of(i)); });
   c.refresh();
 #pragma unroll
   for (int i = 0; i < EACH; ++i)

@@ -16,8 +16,8 @@
 // sequences  2. decays, recurrence, norm and gate (sequences.cuh); states come through the ring behind the gate's weights, and arrive
 //               while the exchange takes place. o, normalized and gated, is published to all CTAs
 //            3. the output projection
-// Sync       one exchange among a head's CTAs and one among all CTAs, by tagged words (ring.cuh) or counters in global memory, which are zero
-//            before and after a launch. The producer's warp clears what has been read, while the consumers multiply the output weight.
+// Sync       one exchange among a head's CTAs, by tagged words (ring.cuh) or a counter, and one among all CTAs, by a counter. Words and
+//            counters are zero before and after a launch: the producer's warp clears them, while the consumers multiply the output weight.
 // Overlap    with OVERLAP a launch may begin while the one before it ends (programmatic dependent launch). It allows that to the next one when
 //            its last weights are on their way. Until the launch before has ended, a CTA only prefetches into L2: its first AHEAD chunks of
 //            weights, and its part of x. L2 is where all CTAs meet, so that a prefetch never gives stale data.
@@ -137,10 +137,10 @@ DEVICE void prefetch_first(const Arguments& a, const Maps& maps, Shared& s) {
   for (int row = cta_index(); row < a.rows; row += CTAS) prefetch_l2(a.x + row * WIDTH, WIDTH * 2);
   if constexpr (AHEAD > 0) copy_slab(p, maps, 0);
 }
-// Prefetch the CTA's part of the tagged words. A captured call has words of its own, which are not in L2 any more when it is replayed. The
+// Prefetch the CTA's part of counters and tagged words. A captured call has its own, which are not in L2 any more when it is replayed. The
 // first poll, or a store of a part of a sector that is read later, would wait for memory behind the weights.
 DEVICE void prefetch_words(const Arguments& a) {
-  const int words = COUNTER_WORDS + HEADS * a.rows * EXCHANGED + a.rows * GATED_WORDS;
+  const int words = COUNTER_WORDS + (TAGGED ? HEADS * a.rows * EXCHANGED : 0);
   const int part = divided(words, 4 * CTAS) * 4, begin = cta_index() * part, end = begin + part < words ? begin + part : words / 4 * 4;
   if (begin < end) prefetch_l2(a.counters + begin, 4 * (end - begin));
 }
@@ -183,16 +183,8 @@ DEVICE void clear(const Arguments& a, Shared& s) {
     }
   }
   if (!TAGGED && member == 0 && lane == 0) store_relaxed(a.counters + 32 * head, 0);
-  u64 before = lane == 0 ? atomic_add_relaxed(a.counters + 32 * HEADS, 1) : 0;
-#pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) before |= shfl_xor(before, mask);
-  if (before != (GATED_WORDS ? CTAS : 2 * CTAS) - 1) return;  // other CTAs still read
-  if (lane == 0) store_relaxed(a.counters + 32 * HEADS, 0);
-  if constexpr (GATED_WORDS > 0) {
-    uint4* gated = (uint4*)(words + HEADS * a.rows * EXCHANGED);
-    const int units = divided(a.rows * GATED_WORDS, 4);
-    for (int at = lane; at < units; at += 32) store_relaxed(gated + at, {0, 0, 0, 0});
-  }
+  // The last of all CTAs to have read clears the counter of the grid barrier, at which CTAS have arrived before.
+  if (lane == 0 && atomic_add_relaxed(a.counters + 32 * HEADS, 1) == 2 * CTAS - 1) store_relaxed(a.counters + 32 * HEADS, 0);
 }
 
 // Copy the small weights of the CTA, in 16-byte units. The copies are in flight when this returns; cp_async_wait_all() and a barrier
@@ -250,9 +242,7 @@ DEVICE void multiply_input(Consumer& c, const Maps& maps, Between between) {
       }
       c.boxes = 0;
     } else {
-      stage_operand<SLAB, WIDTH, false, uint4>(
-          c, slab, [&](int row, int column) { return load_weak((const uint4*)(c.a.x + (long long)row * WIDTH + column)); }, [] {},
-          [](const uint4& v, int, int) { return v; });
+      stage_operand<SLAB, WIDTH>(c, slab, c.a.x, [] {}, [](const uint4& v, int, int) { return v; });
     }
     if (slab == 0) c.mark(1);
 #pragma unroll 1
@@ -311,10 +301,10 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     });
     c.sync();
     publish_gated(c);
-    if constexpr (!TAGGED_GATED) c.arrive(HEADS);
+    c.arrive(HEADS);
     store_state(c, stored_from, state);
     c.mark(5);
-    if constexpr (!TAGGED_GATED) c.await(HEADS, CTAS);
+    c.await(HEADS, CTAS);
     multiply_output(c, maps, [] {});
   }
   c.mark(7);
@@ -339,7 +329,7 @@ DEVICE void run_layer(const Arguments& a, const Maps& maps) {
     if (BY_SEQUENCE) prefetch_tensormap(maps.gated);
     if constexpr (OVERLAP) prefetch_first(a, maps, s);
   }
-  if (TAGGED && thread_index() == CONSUMER_THREADS + 1) prefetch_words(a);
+  if (thread_index() == CONSUMER_THREADS + 1) prefetch_words(a);
   if constexpr (OVERLAP) griddepcontrol_wait();  // by all threads: what they access from here on, the launch before may have written
   syncthreads();
   if (thread_index() < CONSUMER_THREADS) {
@@ -354,7 +344,7 @@ DEVICE void run_layer(const Arguments& a, const Maps& maps) {
 #ifndef ON_HOST
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gla_layer_step(const u16* x, const u16* decay_weight, const u16* decay_bias, const void* norm_weight, const float* initial,
-               float* final_state, u16* out, float* exchange, float* squares, void* gated, u32* counters, u64* markers, int batch,
+               float* final_state, u16* out, float* exchange, float* squares, u16* gated, u32* counters, u64* markers, int batch,
                int length, float inverse_normalizer, float eps, const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
                const __grid_constant__ TensorMap rank, const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap x_map,
                const __grid_constant__ TensorMap gated_map) {
