@@ -103,6 +103,7 @@ ALONE = {"overlap": False, "resident": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"{name}_{value}": {name: value} for name in ("copied", "bulk") for value in (False, True)},
     "proxy_fences": {"proxy_fences": True},
+    "counted": {"tagged": False},
 }
 
 

@@ -76,7 +76,17 @@ H100 polls of tagged words for it took 0.7 to 2.8 us more at 1 to 4 rows.
 COPIED_ROWS = 4
 """Most rows of x with which the states are copied to shared memory early, where value channels are divided among CTAs.
 
-Loads into registers would have to land before q and k are asked for, see docs/notebook/gla_layer.md.
+Loads into registers would have to land before q and k are asked for, see docs/notebook/gla_layer.md. Up to 4 rows that is not
+timed by itself: with two other changes it took 0.1 us less at 1 row and 0.8 at 2 and 4 (H100). With more rows of several steps it
+took 0.4 less at 16 steps, 1.2 at 64, and 0.1 more at 4 sequences of 4.
+"""
+
+BULK, PROXY_FENCES = True, False
+"""Flags that CTAs with whole sequences store states from the ring, and order gated o for TMA by proxy fences alone.
+
+On an H100 the latter takes 0.4 us less at 8 to 64 rows, but tests of chains with it have not run on a GPU. The former is not
+timed by itself. It saves registers: at 8 rows two CTAs per SM do not spill with it, and took 26.7 us, both flags set, where one
+took 27.5.
 """
 
 MARKERS, ARRIVALS = 8, 40
@@ -261,8 +271,8 @@ def config_of(
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
                 config = replace(config, flight=min(FLIGHT, stages), resident=resident)
-                copied, bulk = not by_sequence and batch * length <= COPIED_ROWS, by_sequence and values <= 128
-                return with_settings(config, copied=copied, bulk=bulk) or config
+                copied, bulk = not by_sequence and batch * length <= COPIED_ROWS, BULK and by_sequence and values <= 128
+                return with_settings(config, copied=copied, bulk=bulk, proxy_fences=PROXY_FENCES and by_sequence) or config
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
