@@ -26,6 +26,6 @@ EXPORTED int run(void** p, const long long* bytes, int batch, int length, float 
   for (int i = 0; OVERLAP && i < 12; ++i) host::hide(p[i], bytes[i]);
   for (const TensorMap& map : maps)
     if (OVERLAP) host::hide((void*)map.base, 2 * map.sizes[0] + (map.sizes[1] - 1) * map.strides[0] + (map.sizes[2] - 1) * map.strides[1]);
-  const bool ended = host::launch({ctas, THREADS, shared_bytes, unwatched, barriers, seed, sweeps}, body);
+  const bool ended = host::launch({ctas, THREADS, shared_bytes, unwatched, barriers, seed, sweeps, PAIRED || PAIRED_X ? 2 : 1}, body);
   return ended ? 0 : host::traps ? host::traps : -1;
 }

@@ -171,11 +171,47 @@ def test_states_that_are_stored_from_the_ring_pass_the_gate(name, libraries, mon
     assert all(config.by_sequence for config in configured)
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", [BULK[0], *(pytest.param(name, marks=pytest.mark.every) for name in BULK[1:])])
+def test_pairs_that_share_operands_give_the_same_bits(name, libraries, monkeypatch):
+    call, found = called(**CASES[name]), []
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"])
+    for paired, paired_x in ((False, False), (True, False), (True, True)):
+        configured = configure(monkeypatch, paired=paired, paired_x=paired_x)
+        for host.seed in (1, 2):
+            found.append(launch_step.run(StepInputs.of(call)))
+        assert {config.cluster for config in configured} == {1 + paired}
+    for each in found[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(found[0], each, strict=True))
+
+
+@needs_compiler
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "change",
+    [("box % 2 == cta_index() % 2", "box % 2 == 0"), ("cluster_sync();  //", "syncthreads();  //")],
+    ids=["half", "start"],
+)
+def test_pairs_need_both_halves_and_to_begin_together(change, libraries, monkeypatch):
+    call, wrong = called(**CASES["sixteen_sequences"]), 0
+    configure(monkeypatch, paired=True, paired_x=True)
+    with monkeypatch.context() as unchanged:
+        use_host(unchanged, libraries, CASES["sixteen_sequences"]["sms"])
+        right, _ = launch_step.run(StepInputs.of(call))
+    host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], change=change, timeout_cycles=1 << 24)
+    host.strict = False
+    for host.seed in range(1, 5):
+        with poisoned():
+            out, _ = launch_step.run(StepInputs.of(call))
+        wrong += host.trapped > 0 or not torch.equal(out, right)
+    assert wrong
+
+
 @needs_watch
 @pytest.mark.every
 def test_states_that_are_stored_from_the_ring_have_no_races(libraries, monkeypatch):
     host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], watched=True)
-    assert configure(monkeypatch, bulk=True) == []
+    assert configure(monkeypatch, bulk=True, paired=True, paired_x=True) == []
     launch_step.run(StepInputs.of(called(**CASES["sixteen_sequences"])))
     assert not host.races
 

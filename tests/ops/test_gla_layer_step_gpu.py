@@ -104,6 +104,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"{name}_{value}": {name: value} for name in ("copied", "bulk") for value in (False, True)},
     "proxy_fences": {"proxy_fences": True},
     "counted": {"tagged": False},
+    "paired": {"paired": True},
+    "paired_x": {"paired": True, "paired_x": True},
 }
 
 
@@ -116,7 +118,16 @@ def test_every_setting_passes_the_gate(name, setting, device):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"proxy_fences": True}, {"bulk": True}, {"bulk": False}, {"bulk": True, "proxy_fences": True}], ids=str
+    "fields",
+    [
+        {"proxy_fences": True},
+        {"bulk": True},
+        {"bulk": False},
+        {"bulk": True, "proxy_fences": True},
+        {"paired": True},
+        {"paired": True, "paired_x": True, "proxy_fences": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["8_sequences", "16_sequences"])
 def test_chains_of_steps_with_whole_sequences_repeat_their_bits(name, fields, device):

@@ -130,6 +130,10 @@ class StepConfig:
     """Flag that the first states are copied to shared memory early, and not loaded into registers; unless ``by_sequence``."""
     bulk: bool = False
     """Flag that a CTA with whole sequences stores their states by bulk copies from the ring; needs at most 128 values a head."""
+    paired: bool = False
+    """Flag that two CTAs share by multicast the gated o that they read; only where CTAs have whole sequences."""
+    paired_x: bool = False
+    """Flag that pairs of CTAs also share x."""
     proxy_fences: bool = False
     """Flag that writers and readers of whole sequences' gated o order it for TMA by proxy fences alone."""
     overlap: bool = OVERLAP
@@ -144,6 +148,11 @@ class StepConfig:
     def with_markers(self) -> StepConfig:
         """Return the configuration whose kernel writes profile markers."""
         return replace(self, profiled=True)
+
+    @property
+    def cluster(self) -> int:
+        """Number of CTAs of a cluster."""
+        return 2 if self.by_sequence and (self.paired or self.paired_x) and self.ctas % 2 == 0 else 1
 
     @property
     def ctas(self) -> int:
@@ -344,6 +353,8 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "COPIED": config.copied,
         "BULK": config.bulk,
         "PROXY_FENCES": config.proxy_fences,
+        "PAIRED": config.cluster > 1 and config.paired,
+        "PAIRED_X": config.cluster > 1 and config.paired_x,
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
         "OVERLAP": config.overlap,
@@ -385,5 +396,5 @@ def kernel_of(config: StepConfig) -> CudaKernel:
     """Return the kernel of a configuration, not compiled yet."""
     return CudaKernel(
         source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True,
-        overlap=config.overlap, mma=Mma.WARP,
+        cluster=config.cluster, overlap=config.overlap, mma=Mma.WARP,
     )  # fmt: skip

@@ -41,16 +41,23 @@ DEVICE void stage_operand(Consumer& c, int slab, const u16* operand, Prepare pre
   c.boxes = BOXES;
 }
 // Copy a slab of an operand by TMA, in at most 4 boxes of all its rows: one thread issues them, and products wait for each box when they need
-// it. Rows behind the last one become zeros.
+// it. Rows behind the last one become zeros. If SHARED, each CTA of a pair copies every second box into both. Both must have read what lies
+// there before, and have initialized their barriers. A box may land before the barrier expects it: its phase still lacks an arrival.
 template <int SLAB_COLUMNS>
 struct Boxes {
   static constexpr int MOST = CHUNK / (128 * (ROWS > 8 ? ROWS : 8)), BLOCKS = MOST < SLAB_COLUMNS / 64 ? MOST : SLAB_COLUMNS / 64;
   static_assert(divided(SLAB_COLUMNS / 64, BLOCKS) <= BOXES || !BOXED, "a barrier for each");
+  template <bool SHARED>
   static DEVICE void issue(const Shared& s, const TensorMap* map, int slab, int blocks) {
 #pragma unroll 1
     for (int box = 0; box * BLOCKS < blocks; ++box) {
       mbarrier_arrive_expect_tx(s.loaded + box, BLOCKS * ROWS * 128);
-      tma_load_3d(s.operand + box * BLOCKS * ROWS * 128, map, 0, 0, slab * (SLAB_COLUMNS / 64) + box * BLOCKS, s.loaded + box);
+      char* const to = s.operand + box * BLOCKS * ROWS * 128;
+      const int block = slab * (SLAB_COLUMNS / 64) + box * BLOCKS;
+      if constexpr (!SHARED)
+        tma_load_3d(to, map, 0, 0, block, s.loaded + box);
+      else if (box % 2 == cta_index() % 2)
+        tma_load_3d_multicast(to, map, 0, 0, block, s.loaded + box);
     }
   }
   // Wait for the boxes of the blocks before `end`.

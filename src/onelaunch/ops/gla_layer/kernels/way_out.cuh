@@ -59,7 +59,11 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
         spin_until([&] { return load_acquire(c.counter(HEADS)) >= (u32)CTAS; });
         PROXY_FENCES ? fence_proxy_async_global() : fence_proxy_async();
       }
-      Boxes<OUT_SLAB>::issue(c.s, maps.gated, slab, blocks);
+      // Behind the grid barrier no CTA reads x any more. That the other CTA of a pair has read a slab is not known.
+      if (PAIRED && slab == 0)
+        Boxes<OUT_SLAB>::issue<PAIRED>(c.s, maps.gated, slab, blocks);
+      else
+        Boxes<OUT_SLAB>::issue<false>(c.s, maps.gated, slab, blocks);
     }
     c.boxes = 0;
   } else {
