@@ -57,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the em
     "a_float32_norm": {"sms": 4, "B": 1, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, "norm_weight": "float32"},
     "large_values": {"sms": 2, "B": 1, "T": 2, "D": 64, "H": 1, "K": 128, "V": 256, "initial_state": True},
     "many_ctas_per_head": {"sms": 16, "B": 1, "T": 1, "D": 512, "H": 1, "K": 32, "V": 64, **STATES},
+    "two_sequences_a_cta": {"sms": 16, "B": 16, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
+    "a_second_sequence_for_some": {"sms": 16, "B": 11, "T": 1, "D": 1088, "H": 2, "K": 64, "V": 64, "final_state": True},
     "slabs_of_x": {"sms": 2, "B": 33, "T": 1, "D": 1152, "H": 2, "K": 32, "V": 32, **STATES},
     "slabs_of_both": {"sms": 32, "B": 9, "T": 4, "D": 1088, "H": 8, "K": 32, "V": 128},
 }  # fmt: skip
@@ -142,6 +144,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[StepConfig
     return found
 
 
+EARLY = ["two_sequences_a_cta", "a_second_sequence_for_some"]
 BULK = ["sixteen_sequences", "most_rows", "slabs_of_x", "nine_first_steps"]
 COPIED = ["three_sequences", "a_step", "groups_of_sequences", "no_states", "many_ctas_per_head", "sixteen_steps"]
 
@@ -183,6 +186,49 @@ def test_pairs_that_share_operands_give_the_same_bits(name, libraries, monkeypat
         assert {config.cluster for config in configured} == {1 + paired}
     for each in found[1:]:
         assert all(torch.equal(first, second) for first, second in zip(found[0], each, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "fields", [{}, pytest.param({"paired": True, "paired_x": True, "proxy_fences": True}, marks=pytest.mark.every)]
+)
+@pytest.mark.parametrize("name", [EARLY[0], pytest.param(EARLY[1], marks=pytest.mark.every)])
+def test_first_sequences_that_are_published_early_give_the_same_bits(name, fields, libraries, monkeypatch):
+    call, found = called(**CASES[name]), []
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"])
+    for early in (False, True):
+        configured = configure(monkeypatch, early=early, **fields)
+        for host.seed in (1, 2):
+            found.append(launch_step.run(StepInputs.of(call)))
+        assert {config.publishes_early for config in configured} == {early}
+    for each in found[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(found[0], each, strict=True))
+
+
+@needs_watch
+@pytest.mark.every
+def test_first_sequences_that_are_published_early_have_no_races(libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES[EARLY[0]]["sms"], watched=True)
+    configure(monkeypatch, early=True)
+    launch_step.run(StepInputs.of(called(**CASES[EARLY[0]])))
+    assert not host.races
+
+
+@needs_compiler
+@pytest.mark.every
+def test_first_sequences_that_are_read_before_all_are_published_are_wrong(libraries, monkeypatch):
+    call, wrong = called(**CASES[EARLY[0]]), 0
+    configure(monkeypatch, early=True)
+    with monkeypatch.context() as unchanged:
+        use_host(unchanged, libraries, CASES[EARLY[0]]["sms"])
+        right, _ = launch_step.run(StepInputs.of(call))
+    change = ("return load_acquire(a.counters + 32 * (HEADS + 1)) >= (u32)CTAS;", "return true;")
+    host = use_host(monkeypatch, libraries, CASES[EARLY[0]]["sms"], change=change)
+    for host.seed in range(1, 5):
+        with poisoned():
+            out, _ = launch_step.run(StepInputs.of(call))
+        wrong += not torch.equal(out, right)
+    assert wrong
 
 
 @needs_compiler
@@ -332,6 +378,15 @@ def configurations() -> list[StepConfig]:
     return [config for config in found if isinstance(config, StepConfig)]
 
 
+def test_gated_o_is_published_early_only_where_the_ring_holds_the_output_weight():
+    sizes = {"heads": 1, "keys": 64, "values": 64, "rank": 16, "float_norm": False, "sms": 8}
+    for width, fits in ((1024, True), (4096, False)):
+        usual = config_of(16, 1, width, **sizes)
+        assert isinstance(usual, StepConfig)
+        assert replace(usual, early=True).publishes_early
+        assert (configure_step.with_settings(usual, early=True) is not None) is fits
+
+
 def test_every_configuration_fits_into_shared_memory_and_on_the_gpu():
     found = configurations()
     assert len(found) > 1000
@@ -339,7 +394,7 @@ def test_every_configuration_fits_into_shared_memory_and_on_the_gpu():
         offset, barriers = configure_step.unwatched_of(config)
         assert configure_step.shared_bytes_of(config) <= HOPPER_SHARED_BYTES
         assert offset % 8 == 0
-        assert (barriers - 5) // 2 >= configure_step.FEWEST_STAGES
+        assert (barriers - 6) // 2 >= configure_step.FEWEST_STAGES
         assert config.ctas <= 132
 
 

@@ -106,6 +106,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "counted": {"tagged": False},
     "paired": {"paired": True},
     "paired_x": {"paired": True, "paired_x": True},
+    "early": {"early": True},
 }
 
 
@@ -125,7 +126,9 @@ def test_every_setting_passes_the_gate(name, setting, device):
         {"bulk": False},
         {"bulk": True, "proxy_fences": True},
         {"paired": True},
+        {"early": True},
         {"paired": True, "paired_x": True, "proxy_fences": True},
+        {"paired": True, "paired_x": True, "proxy_fences": True, "early": True},
     ],
     ids=str,
 )

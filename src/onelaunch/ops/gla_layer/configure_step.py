@@ -40,8 +40,11 @@ _CTA_BYTES = 1024
 _STATE_FLOATS = 64
 """Most numbers of the state in a thread's registers."""
 
-_MORE_BARRIERS = 5
-"""Number of mbarriers beside those of the ring: for 4 boxes of an operand, and one that says that all is read."""
+_MORE_BARRIERS = 6
+"""Number of mbarriers beside those of the ring.
+
+They are for 4 boxes of an operand; one says that all is read, and one that a first sequence is published.
+"""
 
 _BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
 """Most rows whose q, k and decays are staged at once, and most sequences of a CTA that has whole ones."""
@@ -134,6 +137,8 @@ class StepConfig:
     """Flag that two CTAs share by multicast the gated o that they read; only where CTAs have whole sequences."""
     paired_x: bool = False
     """Flag that pairs of CTAs also share x."""
+    early: bool = False
+    """Flag that gated o of the first 8 of 9 to 16 sequences is published and copied before the others'; needs 8 CTAs a head."""
     proxy_fences: bool = False
     """Flag that writers and readers of whole sequences' gated o order it for TMA by proxy fences alone."""
     overlap: bool = OVERLAP
@@ -148,6 +153,21 @@ class StepConfig:
     def with_markers(self) -> StepConfig:
         """Return the configuration whose kernel writes profile markers."""
         return replace(self, profiled=True)
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of a box of an operand: all of them, or half if those of the first sequences are copied early."""
+        return self.rows // (1 + self.publishes_early)
+
+    @property
+    def publishes_early(self) -> bool:
+        """Flag that ``early`` suits the configuration."""
+        return self.early and self.by_sequence and self.rows == 16 and self.members == 8 and self.block_rows == 2
+
+    @property
+    def counters(self) -> int:
+        """Number of counters of arrivals."""
+        return self.heads + 1 + self.publishes_early
 
     @property
     def cluster(self) -> int:
@@ -181,7 +201,7 @@ class StepConfig:
 
     def operand_blocks(self, columns: int) -> int:
         """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
-        return min(CHUNK // (128 * max(self.rows, 8)), columns // 64)
+        return min(CHUNK // (128 * max(self.box_rows, 8)), columns // 64)
 
     def operand_bytes(self, columns: int) -> int:
         """Return the bytes of a slab of the operand in shared memory: whole boxes, or padded rows."""
@@ -208,6 +228,12 @@ class StepConfig:
     def out_tile(self) -> int:
         """Rows of a tile of the output weight: the most, up to 16, that leave every CTA a tile, and at least 4."""
         return next((rows for rows in (16, 8) if self.width // rows >= self.ctas), 4)
+
+    @property
+    def out_chunks(self) -> int:
+        """Most chunks of the output weight of a CTA."""
+        slabs, blocks = cdiv(self.heads * self.values, self.out_slab), self.chunk_blocks(self.out_tile, self.out_slab)
+        return cdiv(self.width // self.out_tile, self.ctas) * slabs * cdiv(self.out_slab // 64, blocks)
 
     def chunk_blocks(self, rows: int, columns: int) -> int:
         """Return the 64-column blocks of a chunk, for tiles of ``rows`` rows and slabs of ``columns``."""
@@ -288,10 +314,14 @@ def config_of(
 
 
 def with_settings(config: StepConfig, **fields: Any) -> StepConfig | None:
-    """Return the configuration with other settings, such as ``copied``; ``None`` if they leave the ring too few stages."""
+    """Return the configuration with other settings, such as ``copied``; ``None`` if the ring has too few stages for them.
+
+    With ``early`` it needs room for a CTA's rows of the output weight, behind which the first sequences' gated o is copied.
+    """
     config = replace(config, **fields)
     stages = _layout(config).stages
-    return replace(config, flight=min(config.flight, stages)) if stages >= FEWEST_STAGES else None
+    enough = max(FEWEST_STAGES, config.out_chunks if config.publishes_early else 0)
+    return replace(config, flight=min(config.flight, stages)) if stages >= enough else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -352,6 +382,7 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "BY_SEQUENCE": config.by_sequence,
         "COPIED": config.copied,
         "BULK": config.bulk,
+        "EARLY": config.publishes_early,
         "PROXY_FENCES": config.proxy_fences,
         "PAIRED": config.cluster > 1 and config.paired,
         "PAIRED_X": config.cluster > 1 and config.paired_x,

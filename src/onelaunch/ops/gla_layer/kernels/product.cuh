@@ -40,30 +40,34 @@ DEVICE void stage_operand(Consumer& c, int slab, const u16* operand, Prepare pre
   c.sync();
   c.boxes = BOXES;
 }
-// Copy a slab of an operand by TMA, in at most 4 boxes of all its rows: one thread issues them, and products wait for each box when they need
+// Copy a slab of an operand by TMA, in at most 4 boxes of all its rows or half of them: one thread issues them, and products wait for each box when they need
 // it. Rows behind the last one become zeros. If SHARED, each CTA of a pair copies every second box into both. Both must have read what lies
 // there before, and have initialized their barriers. A box may land before the barrier expects it: its phase still lacks an arrival.
 template <int SLAB_COLUMNS>
 struct Boxes {
-  static constexpr int MOST = CHUNK / (128 * (ROWS > 8 ? ROWS : 8)), BLOCKS = MOST < SLAB_COLUMNS / 64 ? MOST : SLAB_COLUMNS / 64;
-  static_assert(divided(SLAB_COLUMNS / 64, BLOCKS) <= BOXES || !BOXED, "a barrier for each");
+  static constexpr int BLOCKS = box_blocks(SLAB_COLUMNS), BYTES = BLOCKS * BOX_ROWS * 128;
+  static_assert(HALVES * divided(SLAB_COLUMNS / 64, BLOCKS) <= BOXES || !BOXED, "a barrier for each");
+  // Issue the boxes of the halves from `first` to `last` of the rows.
   template <bool SHARED>
-  static DEVICE void issue(const Shared& s, const TensorMap* map, int slab, int blocks) {
+  static DEVICE void issue(const Shared& s, const TensorMap* map, int slab, int blocks, int first = 0, int last = HALVES - 1) {
 #pragma unroll 1
-    for (int box = 0; box * BLOCKS < blocks; ++box) {
-      mbarrier_arrive_expect_tx(s.loaded + box, BLOCKS * ROWS * 128);
-      char* const to = s.operand + box * BLOCKS * ROWS * 128;
-      const int block = slab * (SLAB_COLUMNS / 64) + box * BLOCKS;
-      if constexpr (!SHARED)
-        tma_load_3d(to, map, 0, 0, block, s.loaded + box);
-      else if (box % 2 == cta_index() % 2)
-        tma_load_3d_multicast(to, map, 0, 0, block, s.loaded + box);
-    }
+    for (int box = 0; box * BLOCKS < blocks; ++box)
+#pragma unroll 1
+      for (int half = first; half <= last; ++half) {
+        u64* const bar = s.loaded + box * HALVES + half;
+        mbarrier_arrive_expect_tx(bar, BYTES);
+        char* const to = s.operand + half * half_bytes(SLAB_COLUMNS) + box * BYTES;
+        const int block = slab * (SLAB_COLUMNS / 64) + box * BLOCKS;
+        if constexpr (!SHARED)
+          tma_load_3d(to, map, 0, half * BOX_ROWS, block, bar);
+        else if (box % 2 == cta_index() % 2)
+          tma_load_3d_multicast(to, map, 0, half * BOX_ROWS, block, bar);
+      }
   }
   // Wait for the boxes of the blocks before `end`.
   static DEVICE void await(Consumer& c, int end) {
 #pragma unroll 1
-    for (; c.boxes * BLOCKS < end; ++c.boxes) {
+    for (; c.boxes / HALVES * BLOCKS < end; ++c.boxes) {
       u64* bar = c.s.loaded + c.boxes;
       spin_until([&] { return mbarrier_try_wait(bar, c.landings >> c.boxes & 1); });
       c.landings ^= 1u << c.boxes;

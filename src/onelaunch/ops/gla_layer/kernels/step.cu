@@ -160,6 +160,15 @@ DEVICE void produce(const Arguments& a, const Maps& maps, Shared& s) {
       p.copy<OUT_TILE, OUT_SLAB>(maps.out, (cta_index() + i * CTAS) * OUT_TILE, OUT_TILE, first / 64, columns / 64);
     }
   if constexpr (OVERLAP) griddepcontrol_launch_dependents();
+  if constexpr (EARLY) {
+    // Consumers need the gated o before they release a chunk of the output weight, of which the ring must therefore hold all.
+    constexpr int CHUNKS = divided(OUT_SLAB / 64, chunk_blocks(OUT_TILE, OUT_SLAB)) * divided(INNER, OUT_SLAB);
+    static_assert(!EARLY || divided(WIDTH / OUT_TILE, CTAS) * CHUNKS <= STAGES, "room for a CTA's output weight");
+    spin_until([&] { return mbarrier_try_wait(s.published, 0); });
+    spin_until([&] { return load_acquire(a.counters + 32 * (HEADS + 1)) >= (u32)CTAS; });
+    PROXY_FENCES ? fence_proxy_async_global() : fence_proxy_async();
+    Boxes<OUT_SLAB>::issue<PAIRED>(s, maps.gated, 0, (INNER < OUT_SLAB ? INNER : OUT_SLAB) / 64, 0, 0);
+  }
   if constexpr (PROFILED)
     while (p.landed < p.issued) p.land();
 }
@@ -186,7 +195,10 @@ DEVICE void clear(const Arguments& a, Shared& s) {
   }
   if (!TAGGED && member == 0 && lane == 0) store_relaxed(a.counters + 32 * head, 0);
   // The last of all CTAs to have read clears the counter of the grid barrier, at which CTAS have arrived before.
-  if (lane == 0 && atomic_add_relaxed(a.counters + 32 * HEADS, 1) == 2 * CTAS - 1) store_relaxed(a.counters + 32 * HEADS, 0);
+  if (lane == 0 && atomic_add_relaxed(a.counters + 32 * HEADS, 1) == 2 * CTAS - 1) {
+    store_relaxed(a.counters + 32 * HEADS, 0);
+    if constexpr (EARLY) store_relaxed(a.counters + 32 * (HEADS + 1), 0);
+  }
 }
 
 // Copy the small weights of the CTA, in 16-byte units. The copies are in flight when this returns; cp_async_wait_all() and a barrier
@@ -277,6 +289,7 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     const int last = run_sequences(c, held, lent);
     if constexpr (PROXY_FENCES) fence_proxy_async_global();
     c.arrive(HEADS);
+    if (EARLY && last == 0 && c.thread == 0) arrive_with_first(c);
     give_back<0>(c, lent);  // as few stages are left to the output weight as stores read
     c.mark(5);
     multiply_output(c, maps, [&] { store_held(c, last, held); });
@@ -322,6 +335,7 @@ DEVICE void run_layer(const Arguments& a, const Maps& maps) {
     }
     for (int box = 0; box < BOXES; ++box) mbarrier_init(s.loaded + box, 1);
     mbarrier_init(s.read, 1);
+    mbarrier_init(s.published, 1);
     fence_mbarrier_init();
   }
   if (thread_index() == CONSUMER_THREADS) {

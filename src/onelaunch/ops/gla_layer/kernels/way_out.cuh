@@ -60,8 +60,8 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
         PROXY_FENCES ? fence_proxy_async_global() : fence_proxy_async();
       }
       // Behind the grid barrier no CTA reads x any more. That the other CTA of a pair has read a slab is not known.
-      if (PAIRED && slab == 0)
-        Boxes<OUT_SLAB>::issue<PAIRED>(c.s, maps.gated, slab, blocks);
+      if (slab == 0)
+        Boxes<OUT_SLAB>::issue<PAIRED>(c.s, maps.gated, slab, blocks, EARLY ? 1 : 0);
       else
         Boxes<OUT_SLAB>::issue<false>(c.s, maps.gated, slab, blocks);
     }
