@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the em
     "a_float32_norm": {"sms": 4, "B": 1, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, "norm_weight": "float32"},
     "large_values": {"sms": 2, "B": 1, "T": 2, "D": 64, "H": 1, "K": 128, "V": 256, "initial_state": True},
     "many_ctas_per_head": {"sms": 16, "B": 1, "T": 1, "D": 512, "H": 1, "K": 32, "V": 64, **STATES},
+    "few_sequences": {"sms": 8, "B": 3, "T": 1, "D": 192, "H": 1, "K": 64, "V": 64, **STATES},
     "two_sequences_a_cta": {"sms": 16, "B": 16, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
     "a_second_sequence_for_some": {"sms": 16, "B": 11, "T": 1, "D": 1088, "H": 2, "K": 64, "V": 64, "final_state": True},
     "slabs_of_x": {"sms": 2, "B": 33, "T": 1, "D": 1152, "H": 2, "K": 32, "V": 32, **STATES},
@@ -189,6 +190,20 @@ def test_pairs_that_share_operands_give_the_same_bits(name, libraries, monkeypat
 
 
 @needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("bulk", [True, pytest.param(False, marks=pytest.mark.every)])
+@pytest.mark.parametrize("name", ["few_sequences", pytest.param("a_step", marks=pytest.mark.every)])
+def test_whole_sequences_may_be_fewer_than_the_ctas_of_a_head(name, bulk, libraries, monkeypatch):
+    sizes = dict(CASES[name])
+    use_host(monkeypatch, libraries, sizes.pop("sms"))
+    configured = configure(monkeypatch, **configure_step.FEW_BY_SEQUENCE, bulk=bulk, resident=2)
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+    assert configured
+    assert all(config.members > case.sizes["B"] for config in configured)
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "fields", [{}, pytest.param({"paired": True, "paired_x": True, "proxy_fences": True}, marks=pytest.mark.every)]
 )
@@ -203,15 +218,6 @@ def test_first_sequences_that_are_published_early_give_the_same_bits(name, field
         assert {config.publishes_early for config in configured} == {early}
     for each in found[1:]:
         assert all(torch.equal(first, second) for first, second in zip(found[0], each, strict=True))
-
-
-@needs_watch
-@pytest.mark.every
-def test_first_sequences_that_are_published_early_have_no_races(libraries, monkeypatch):
-    host = use_host(monkeypatch, libraries, CASES[EARLY[0]]["sms"], watched=True)
-    configure(monkeypatch, early=True)
-    launch_step.run(StepInputs.of(called(**CASES[EARLY[0]])))
-    assert not host.races
 
 
 @needs_compiler
@@ -255,10 +261,16 @@ def test_pairs_need_both_halves_and_to_begin_together(change, libraries, monkeyp
 
 @needs_watch
 @pytest.mark.every
-def test_states_that_are_stored_from_the_ring_have_no_races(libraries, monkeypatch):
-    host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], watched=True)
-    assert configure(monkeypatch, bulk=True, paired=True, paired_x=True) == []
-    launch_step.run(StepInputs.of(called(**CASES["sixteen_sequences"])))
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(BULK[0], {"bulk": True, "paired": True, "paired_x": True}), (EARLY[0], {"early": True})],
+    ids=["pairs", "early"],
+)
+def test_settings_of_whole_sequences_have_no_races(name, fields, libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"], watched=True)
+    configured = configure(monkeypatch, **fields)
+    launch_step.run(StepInputs.of(called(**CASES[name])))
+    assert configured
     assert not host.races
 
 

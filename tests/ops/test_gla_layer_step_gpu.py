@@ -108,6 +108,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "paired_x": {"paired": True, "paired_x": True},
     "early": {"early": True},
 }
+WHOLE_AND_FEW = ["2_sequences", "4_sequences"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -150,6 +151,14 @@ def test_chains_of_steps_with_whole_sequences_repeat_their_bits(name, fields, de
     with configured(**fields):
         for _ in range(50):
             assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("name", WHOLE_AND_FEW)
+def test_whole_sequences_may_be_fewer_than_the_ctas_of_a_head(name, resident, device):
+    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
+    with configured(**configure_step.FEW_BY_SEQUENCE, bulk=True, resident=resident, flight=3):
+        assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
 
 
 @pytest.mark.parametrize("resident", [1, 2])

@@ -313,6 +313,13 @@ def config_of(
         block_rows //= 2
 
 
+FEW_BY_SEQUENCE = {"rows": 8, "by_sequence": True, "block_rows": 1, "copied": False}
+"""Settings with which CTAs have whole sequences although there are fewer of these than CTAs of a head, up to 8 of one step.
+
+Some CTAs then have no state to advance. Operands have 8 rows, of which TMA fills the last with zeros. Not timed.
+"""
+
+
 def with_settings(config: StepConfig, **fields: Any) -> StepConfig | None:
     """Return the configuration with other settings, such as ``copied``; ``None`` if the ring has too few stages for them.
 

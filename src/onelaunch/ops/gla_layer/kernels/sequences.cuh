@@ -225,7 +225,8 @@ DEVICE void publish_first(Consumer& c) {
   syncwarp();
   if (c.lane == 0) arrive_with_first(c);
 }
-// Run the recurrence of this CTA's sequences; return the last one, whose state `held` has.
+// Run the recurrence of this CTA's sequences; return the last one, whose state `held` has, or -1 if there are fewer sequences than CTAs of a head
+// and none is left for this one.
 DEVICE int run_sequences(Consumer& c, Held& held, Lent& lent) {
   const int all = sequences_of(c.a, c.member);
 #pragma unroll 1

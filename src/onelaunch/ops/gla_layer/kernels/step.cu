@@ -292,7 +292,7 @@ DEVICE void consume(const Arguments& a, const Maps& maps, Shared& s) {
     if (EARLY && last == 0 && c.thread == 0) arrive_with_first(c);
     give_back<0>(c, lent);  // as few stages are left to the output weight as stores read
     c.mark(5);
-    multiply_output(c, maps, [&] { store_held(c, last, held); });
+    multiply_output(c, maps, [&] { if (last >= 0) store_held(c, last, held); });
   } else {
     State state;
     int stored_from = 0;
