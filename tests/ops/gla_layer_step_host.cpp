@@ -16,7 +16,7 @@ static void body() { run_layer(arguments, {maps, maps + 1, maps + 2, maps + 3, m
 EXPORTED int run(void** p, const long long* bytes, int batch, int length, float inverse_normalizer, float eps, const unsigned long long* tensors, int ctas,
                  int shared_bytes, int unwatched, int barriers, unsigned seed, long long sweeps) {
   arguments = {(const u16*)p[0], (const u16*)p[1], (const u16*)p[2], p[3],         (const float*)p[4], (float*)p[5],
-               (u16*)p[6],       (float*)p[7],     (float*)p[8],     p[9],         (u32*)p[10],        (u64*)p[11],
+               (u16*)p[6],       (float*)p[7],     (float*)p[8],     (u16*)p[9],   (u32*)p[10],        (u64*)p[11],
                batch,            length,           batch * length,   inverse_normalizer, eps};
   for (int i = 0; i < 6; ++i) {
     const unsigned long long* t = tensors + 9 * i;
@@ -26,6 +26,6 @@ EXPORTED int run(void** p, const long long* bytes, int batch, int length, float 
   for (int i = 0; OVERLAP && i < 12; ++i) host::hide(p[i], bytes[i]);
   for (const TensorMap& map : maps)
     if (OVERLAP) host::hide((void*)map.base, 2 * map.sizes[0] + (map.sizes[1] - 1) * map.strides[0] + (map.sizes[2] - 1) * map.strides[1]);
-  const bool ended = host::launch({ctas, THREADS, shared_bytes, unwatched, barriers, seed, sweeps}, body);
+  const bool ended = host::launch({ctas, THREADS, shared_bytes, unwatched, barriers, seed, sweeps, PAIRED || PAIRED_X ? 2 : 1}, body);
   return ended ? 0 : host::traps ? host::traps : -1;
 }

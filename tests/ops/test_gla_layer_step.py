@@ -57,6 +57,9 @@ CASES: dict[str, dict[str, Any]] = {  # sizes and options, and the SMs of the em
     "a_float32_norm": {"sms": 4, "B": 1, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, "norm_weight": "float32"},
     "large_values": {"sms": 2, "B": 1, "T": 2, "D": 64, "H": 1, "K": 128, "V": 256, "initial_state": True},
     "many_ctas_per_head": {"sms": 16, "B": 1, "T": 1, "D": 512, "H": 1, "K": 32, "V": 64, **STATES},
+    "few_sequences": {"sms": 8, "B": 3, "T": 1, "D": 192, "H": 1, "K": 64, "V": 64, **STATES},
+    "two_sequences_a_cta": {"sms": 16, "B": 16, "T": 1, "D": 128, "H": 2, "K": 64, "V": 64, **STATES},
+    "a_second_sequence_for_some": {"sms": 16, "B": 11, "T": 1, "D": 1088, "H": 2, "K": 64, "V": 64, "final_state": True},
     "slabs_of_x": {"sms": 2, "B": 33, "T": 1, "D": 1152, "H": 2, "K": 32, "V": 32, **STATES},
     "slabs_of_both": {"sms": 32, "B": 9, "T": 4, "D": 1088, "H": 8, "K": 32, "V": 128},
 }  # fmt: skip
@@ -142,6 +145,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> list[StepConfig
     return found
 
 
+EARLY = ["two_sequences_a_cta", "a_second_sequence_for_some"]
 BULK = ["sixteen_sequences", "most_rows", "slabs_of_x", "nine_first_steps"]
 COPIED = ["three_sequences", "a_step", "groups_of_sequences", "no_states", "many_ctas_per_head", "sixteen_steps"]
 
@@ -171,12 +175,102 @@ def test_states_that_are_stored_from_the_ring_pass_the_gate(name, libraries, mon
     assert all(config.by_sequence for config in configured)
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", [BULK[0], *(pytest.param(name, marks=pytest.mark.every) for name in BULK[1:])])
+def test_pairs_that_share_operands_give_the_same_bits(name, libraries, monkeypatch):
+    call, found = called(**CASES[name]), []
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"])
+    for paired, paired_x in ((False, False), (True, False), (True, True)):
+        configured = configure(monkeypatch, paired=paired, paired_x=paired_x)
+        for host.seed in (1, 2):
+            found.append(launch_step.run(StepInputs.of(call)))
+        assert {config.cluster for config in configured} == {1 + paired}
+    for each in found[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(found[0], each, strict=True))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("bulk", [True, pytest.param(False, marks=pytest.mark.every)])
+@pytest.mark.parametrize("name", ["few_sequences", pytest.param("a_step", marks=pytest.mark.every)])
+def test_whole_sequences_may_be_fewer_than_the_ctas_of_a_head(name, bulk, libraries, monkeypatch):
+    sizes = dict(CASES[name])
+    use_host(monkeypatch, libraries, sizes.pop("sms"))
+    configured = configure(monkeypatch, **configure_step.FEW_BY_SEQUENCE, bulk=bulk, resident=2)
+    case = GLA_LAYER.case("bfloat16", name=name, **sizes)
+    assert_ok(judge(GLA_LAYER, case, variant="one_launch"), GLA_LAYER, case, "one_launch")
+    assert configured
+    assert all(config.members > case.sizes["B"] for config in configured)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "fields", [{}, pytest.param({"paired": True, "paired_x": True, "proxy_fences": True}, marks=pytest.mark.every)]
+)
+@pytest.mark.parametrize("name", [EARLY[0], pytest.param(EARLY[1], marks=pytest.mark.every)])
+def test_first_sequences_that_are_published_early_give_the_same_bits(name, fields, libraries, monkeypatch):
+    call, found = called(**CASES[name]), []
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"])
+    for early in (False, True):
+        configured = configure(monkeypatch, early=early, **fields)
+        for host.seed in (1, 2):
+            found.append(launch_step.run(StepInputs.of(call)))
+        assert {config.publishes_early for config in configured} == {early}
+    for each in found[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(found[0], each, strict=True))
+
+
+@needs_compiler
+@pytest.mark.every
+def test_first_sequences_that_are_read_before_all_are_published_are_wrong(libraries, monkeypatch):
+    call, wrong = called(**CASES[EARLY[0]]), 0
+    configure(monkeypatch, early=True)
+    with monkeypatch.context() as unchanged:
+        use_host(unchanged, libraries, CASES[EARLY[0]]["sms"])
+        right, _ = launch_step.run(StepInputs.of(call))
+    change = ("return load_acquire(a.counters + 32 * (HEADS + 1)) >= (u32)CTAS;", "return true;")
+    host = use_host(monkeypatch, libraries, CASES[EARLY[0]]["sms"], change=change)
+    for host.seed in range(1, 5):
+        with poisoned():
+            out, _ = launch_step.run(StepInputs.of(call))
+        wrong += not torch.equal(out, right)
+    assert wrong
+
+
+@needs_compiler
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "change",
+    [("box % 2 == cta_index() % 2", "box % 2 == 0"), ("cluster_sync();  //", "syncthreads();  //")],
+    ids=["half", "start"],
+)
+def test_pairs_need_both_halves_and_to_begin_together(change, libraries, monkeypatch):
+    call, wrong = called(**CASES["sixteen_sequences"]), 0
+    configure(monkeypatch, paired=True, paired_x=True)
+    with monkeypatch.context() as unchanged:
+        use_host(unchanged, libraries, CASES["sixteen_sequences"]["sms"])
+        right, _ = launch_step.run(StepInputs.of(call))
+    host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], change=change, timeout_cycles=1 << 24)
+    host.strict = False
+    for host.seed in range(1, 5):
+        with poisoned():
+            out, _ = launch_step.run(StepInputs.of(call))
+        wrong += host.trapped > 0 or not torch.equal(out, right)
+    assert wrong
+
+
 @needs_watch
 @pytest.mark.every
-def test_states_that_are_stored_from_the_ring_have_no_races(libraries, monkeypatch):
-    host = use_host(monkeypatch, libraries, CASES["sixteen_sequences"]["sms"], watched=True)
-    assert configure(monkeypatch, bulk=True) == []
-    launch_step.run(StepInputs.of(called(**CASES["sixteen_sequences"])))
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(BULK[0], {"bulk": True, "paired": True, "paired_x": True}), (EARLY[0], {"early": True})],
+    ids=["pairs", "early"],
+)
+def test_settings_of_whole_sequences_have_no_races(name, fields, libraries, monkeypatch):
+    host = use_host(monkeypatch, libraries, CASES[name]["sms"], watched=True)
+    configured = configure(monkeypatch, **fields)
+    launch_step.run(StepInputs.of(called(**CASES[name])))
+    assert configured
     assert not host.races
 
 
@@ -258,10 +352,9 @@ def test_a_missing_barrier_is_found(libraries, monkeypatch):
 WAITS = {  # a wait between CTAs, and what takes its place; and a case whose launch has it
     "words_of_a_head": ("if (all) return true;", "return true;", "three_sequences"),
     "words_of_sequences": ("if constexpr (TAGGED) await_words(v, has, load);", "", "sixteen_sequences"),
-    "words_of_all": ("OUT_SLAB, INNER, true, Eight>", "OUT_SLAB, INNER, false, Eight>", "many_ctas_per_head"),
-    "sums_of_squares": ("return all || !TAGGED_GATED;", "return true;", "three_sequences"),
     "count_of_a_head": ("if constexpr (!TAGGED) c.await(c.head, MEMBERS);", "c.sync();", "steps_of_sequences"),
-    "count_of_all": ("if constexpr (!TAGGED_GATED) c.await(HEADS, CTAS);", "c.sync();", "no_initial_state"),
+    "count_of_all": ("c.await(HEADS, CTAS);", "c.sync();", "no_initial_state"),
+    "count_of_all_with_few_rows": ("c.await(HEADS, CTAS);", "c.sync();", "many_ctas_per_head"),
     "count_of_all_by_sequences": ("return load_acquire(c.counter(HEADS)) >= (u32)CTAS;", "return true;", "sixteen_sequences"),
 }  # fmt: skip
 
@@ -297,6 +390,15 @@ def configurations() -> list[StepConfig]:
     return [config for config in found if isinstance(config, StepConfig)]
 
 
+def test_gated_o_is_published_early_only_where_the_ring_holds_the_output_weight():
+    sizes = {"heads": 1, "keys": 64, "values": 64, "rank": 16, "float_norm": False, "sms": 8}
+    for width, fits in ((1024, True), (4096, False)):
+        usual = config_of(16, 1, width, **sizes)
+        assert isinstance(usual, StepConfig)
+        assert replace(usual, early=True).publishes_early
+        assert (configure_step.with_settings(usual, early=True) is not None) is fits
+
+
 def test_every_configuration_fits_into_shared_memory_and_on_the_gpu():
     found = configurations()
     assert len(found) > 1000
@@ -304,7 +406,7 @@ def test_every_configuration_fits_into_shared_memory_and_on_the_gpu():
         offset, barriers = configure_step.unwatched_of(config)
         assert configure_step.shared_bytes_of(config) <= HOPPER_SHARED_BYTES
         assert offset % 8 == 0
-        assert (barriers - 5) // 2 >= configure_step.FEWEST_STAGES
+        assert (barriers - 6) // 2 >= configure_step.FEWEST_STAGES
         assert config.ctas <= 132
 
 

@@ -103,7 +103,12 @@ ALONE = {"overlap": False, "resident": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"{name}_{value}": {name: value} for name in ("copied", "bulk") for value in (False, True)},
     "proxy_fences": {"proxy_fences": True},
+    "counted": {"tagged": False},
+    "paired": {"paired": True},
+    "paired_x": {"paired": True, "paired_x": True},
+    "early": {"early": True},
 }
+WHOLE_AND_FEW = ["2_sequences", "4_sequences"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -115,7 +120,18 @@ def test_every_setting_passes_the_gate(name, setting, device):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"proxy_fences": True}, {"bulk": True}, {"bulk": False}, {"bulk": True, "proxy_fences": True}], ids=str
+    "fields",
+    [
+        {"proxy_fences": True},
+        {"bulk": True},
+        {"bulk": False},
+        {"bulk": True, "proxy_fences": True},
+        {"paired": True},
+        {"early": True},
+        {"paired": True, "paired_x": True, "proxy_fences": True},
+        {"paired": True, "paired_x": True, "proxy_fences": True, "early": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["8_sequences", "16_sequences"])
 def test_chains_of_steps_with_whole_sequences_repeat_their_bits(name, fields, device):
@@ -135,6 +151,14 @@ def test_chains_of_steps_with_whole_sequences_repeat_their_bits(name, fields, de
     with configured(**fields):
         for _ in range(50):
             assert all(torch.equal(one, other) for one, other in zip(steps(), expected, strict=True))
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("name", WHOLE_AND_FEW)
+def test_whole_sequences_may_be_fewer_than_the_ctas_of_a_head(name, resident, device):
+    case = GLA_LAYER.case("bfloat16", name=name, **CASES[name])
+    with configured(**configure_step.FEW_BY_SEQUENCE, bulk=True, resident=resident, flight=3):
+        assert_ok(judge(GLA_LAYER, case, variant="one_launch", device=device), GLA_LAYER, case, "one_launch")
 
 
 @pytest.mark.parametrize("resident", [1, 2])

@@ -287,8 +287,9 @@ bool stores_have_read(u32 pending) {
     if (store.of == &host::fiber() && store.group + pending < host::fiber().groups) return false;
   return true;
 }
+// Return a box as it lies in shared memory, `to` or in another CTA.
 // Elements outside the tensor are zero. Lines of 128 bytes, the box's innermost dimension, follow each other; 16-byte units are permuted.
-void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
+static std::shared_ptr<std::vector<char>> gather(void* to, const TensorMap* map, int c0, int c1, int c2) {
   const u32 width = map->box[0], bytes = 2 * width;
   if ((uintptr_t)to % 1024 || (width != 64 && width != 256) || c0 % width) fprintf(stderr, "a box is not of whole lines, or not aligned\n"), abort();
   auto box = std::make_shared<std::vector<char>>(bytes * map->box[1] * map->box[2], (char)0);
@@ -300,7 +301,26 @@ void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* ba
       const u64 swizzle = width == 64 ? line % 8 : 0;
       for (u64 unit = 0; unit < bytes / 16; ++unit) memcpy(box->data() + line * bytes + (unit ^ swizzle) * 16, from + unit * 16, 16);
     }
+  return box;
+}
+void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
+  auto box = gather(to, map, c0, c1, c2);
   enqueue(to, box->data(), box->size(), bar, box, __builtin_return_address(0));
+}
+// Enqueue a copy to another CTA of the cluster, at the same addresses. That CTA must run.
+static void enqueue_there(host::Block& there, void* to, u64* bar, std::shared_ptr<std::vector<char>> box) {
+  if (!there.begun || there.ended) trap();
+  auto moved = [&](void* at) { return host::aligned(there) + ((char*)at - host::aligned(*host::fiber().block)); };
+  memset(moved(to), 0xFF, box->size());
+  host::copies.push_back({moved(to), box->data(), (u32)box->size(), (u64*)moved(bar), &there, box IF_WATCHED(, {})});
+}
+void tma_load_3d_multicast(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
+  auto box = gather(to, map, c0, c1, c2);
+  for (host::Block* there : host::fiber().block->members)
+    if (there == host::fiber().block)
+      enqueue(to, box->data(), box->size(), bar, box, __builtin_return_address(0));
+    else
+      enqueue_there(*there, to, bar, box);
 }
 // Arrive at the barrier of the cluster, and wait until all its threads have.
 void cluster_arrive_relaxed() {
@@ -325,13 +345,11 @@ void trap() {
 }
 // It lands like a bulk copy. The other CTA must run.
 void st_async(uint4* to, u32 rank, const uint4& v, u64* bar) {
-  host::Block &mine = *host::fiber().block, &there = *mine.members.at(rank);
-  if (!there.begun || there.ended) trap();
+  host::Block& there = *host::fiber().block->members.at(rank);
   auto box = std::make_shared<std::vector<char>>((const char*)&v, (const char*)(&v + 1));
-  if (&there == &mine) return enqueue(to, box->data(), sizeof v, bar, box, __builtin_return_address(0));
-  auto moved = [&](void* at) { return host::aligned(there) + ((char*)at - host::aligned(mine)); };
-  memset(moved(to), 0xFF, sizeof v);
-  host::copies.push_back({moved(to), box->data(), sizeof v, (u64*)moved(bar), &there, box IF_WATCHED(, {})});
+  if (&there != host::fiber().block) return enqueue_there(there, to, bar, box);
+  if (there.ended) trap();
+  enqueue(to, box->data(), sizeof v, bar, box, __builtin_return_address(0));
 }
 void syncwarp() { host::synchronize(host::warp().barrier, host::LANES); }
 void syncthreads() { host::synchronize(host::fiber().block->all, (int)host::fiber().block->warps.size() * host::LANES); }

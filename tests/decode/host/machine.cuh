@@ -103,6 +103,7 @@ struct TensorMap {
   u32 box[3];
 };
 void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar);
+void tma_load_3d_multicast(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar);
 DEVICE void prefetch_tensormap(const TensorMap*) {}
 DEVICE void tma_prefetch_3d(const TensorMap*, int, int, int) {}
 DEVICE void cp_async_16(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }

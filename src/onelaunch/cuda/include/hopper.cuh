@@ -111,6 +111,14 @@ __device__ __forceinline__ void tma_load_3d(u32 to, const TensorMap* map, int c0
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(bar)
       : "memory");
 }
+// Load into both CTAs of a cluster of two, as tma_load_2d_multicast() does.
+__device__ __forceinline__ void tma_load_3d_multicast(u32 to, const TensorMap* map, int c0, int c1, int c2, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(bar), "h"((unsigned short)3)
+      : "memory");
+}
 // Read the box of tma_load_3d() into L2. Nothing waits for it, and nobody needs to.
 __device__ __forceinline__ void tma_prefetch_3d(const TensorMap* map, int c0, int c1, int c2) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2) : "memory");

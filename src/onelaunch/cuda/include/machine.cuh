@@ -93,6 +93,10 @@ DEVICE void st_async(uint4* to, u32 rank, const uint4& v, u64* bar) {
 DEVICE void tma_load_3d(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
   tma_load_3d(shared_address(to), map, c0, c1, c2, shared_address(bar));
 }
+// Copy a box into both CTAs of a cluster of two, to the same address of each, and complete on the barrier at the same address of each.
+DEVICE void tma_load_3d_multicast(void* to, const TensorMap* map, int c0, int c1, int c2, u64* bar) {
+  tma_load_3d_multicast(shared_address(to), map, c0, c1, c2, shared_address(bar));
+}
 // Copy 16 bytes to shared memory by the calling thread, and wait for all copies of this thread.
 DEVICE void cp_async_16(void* to, const void* from) { cp_async<16>(shared_address(to), from); }
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -40,8 +40,11 @@ _CTA_BYTES = 1024
 _STATE_FLOATS = 64
 """Most numbers of the state in a thread's registers."""
 
-_MORE_BARRIERS = 5
-"""Number of mbarriers beside those of the ring: for 4 boxes of an operand, and one that says that all is read."""
+_MORE_BARRIERS = 6
+"""Number of mbarriers beside those of the ring.
+
+They are for 4 boxes of an operand; one says that all is read, and one that a first sequence is published.
+"""
 
 _BLOCK_ROWS, _BLOCK_SEQUENCES = 16, 4
 """Most rows whose q, k and decays are staged at once, and most sequences of a CTA that has whole ones."""
@@ -59,20 +62,34 @@ those of q and k but for the low-rank factor, most take longer than without.
 RESIDENT_ROWS = 2
 """Most rows of x with which an SM has room for two CTAs, so that one of the next launch starts beside one of this launch.
 
-Each then has half of the shared memory, and at most 96 registers per thread. At D = 2048 registers suffice up to 2 rows, and 4
-rows spill 16 bytes. On an H100 launches that overlap take 1.3 us less at 2 rows with it, and 0.2 at 1; others gain nothing at 1.
+Each then has half of the shared memory, and at most 96 registers per thread. All times are of an H100 at D = 2048. When all CTAs
+still polled tagged words for the gated o, launches that overlap took 0.2 us less at 1 row with two CTAs than with one, and 0.4
+more at 2 rows (20.1 and 20.3; 22.8 and 22.4), where copied states leave two CTAs a ring of 4 stages. With a counter in place of
+these words two took 18.3 and 20.0 us. Not measured with a counter are one CTA at 1 and 2 rows, and two at 3 and 4 rows, for which
+only states that are not copied leave enough stages.
 """
 
-TAGGED_ROWS, TAGGED_GATED_ROWS = 16, 4
-"""Most rows of x whose exchange within a head, and among all CTAs, takes place in tagged words.
+TAGGED_ROWS = 16
+"""Most rows of x whose exchange within a head takes place in tagged words.
 
-They lie in the zeroed memory of which captured calls have a reserve, and all CTAs read the latter in float32.
+They lie in the zeroed memory of which captured calls have a reserve. All CTAs exchange the gated o behind a grid barrier: on an
+H100 polls of tagged words for it took 0.7 to 2.8 us more at 1 to 4 rows.
 """
 
 COPIED_ROWS = 4
 """Most rows of x with which the states are copied to shared memory early, where value channels are divided among CTAs.
 
-Loads into registers would have to land before q and k are asked for, see docs/notebook/gla_layer.md.
+Loads into registers would have to land before q and k are asked for, see docs/notebook/gla_layer.md. Up to 4 rows that is not
+timed by itself: with two other changes it took 0.1 us less at 1 row and 0.8 at 2 and 4 (H100). With more rows of several steps it
+took 0.4 less at 16 steps, 1.2 at 64, and 0.1 more at 4 sequences of 4.
+"""
+
+BULK, PROXY_FENCES = True, False
+"""Flags that CTAs with whole sequences store states from the ring, and order gated o for TMA by proxy fences alone.
+
+On an H100 the latter takes 0.4 us less at 8 to 64 rows, but tests of chains with it have not run on a GPU. The former is not
+timed by itself. It saves registers: at 8 rows two CTAs per SM do not spill with it, and took 26.7 us, both flags set, where one
+took 27.5.
 """
 
 MARKERS, ARRIVALS = 8, 40
@@ -112,12 +129,16 @@ class StepConfig:
     """Most chunks on their way at once."""
     tagged: bool = True
     """Flag that the CTAs of a head exchange tagged words, and do not count arrivals."""
-    tagged_gated: bool = True
-    """Flag that all CTAs exchange the gated o in tagged words."""
     copied: bool = False
     """Flag that the first states are copied to shared memory early, and not loaded into registers; unless ``by_sequence``."""
     bulk: bool = False
     """Flag that a CTA with whole sequences stores their states by bulk copies from the ring; needs at most 128 values a head."""
+    paired: bool = False
+    """Flag that two CTAs share by multicast the gated o that they read; only where CTAs have whole sequences."""
+    paired_x: bool = False
+    """Flag that pairs of CTAs also share x."""
+    early: bool = False
+    """Flag that gated o of the first 8 of 9 to 16 sequences is published and copied before the others'; needs 8 CTAs a head."""
     proxy_fences: bool = False
     """Flag that writers and readers of whole sequences' gated o order it for TMA by proxy fences alone."""
     overlap: bool = OVERLAP
@@ -132,6 +153,26 @@ class StepConfig:
     def with_markers(self) -> StepConfig:
         """Return the configuration whose kernel writes profile markers."""
         return replace(self, profiled=True)
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of a box of an operand: all of them, or half if those of the first sequences are copied early."""
+        return self.rows // (1 + self.publishes_early)
+
+    @property
+    def publishes_early(self) -> bool:
+        """Flag that ``early`` suits the configuration."""
+        return self.early and self.by_sequence and self.rows == 16 and self.members == 8 and self.block_rows == 2
+
+    @property
+    def counters(self) -> int:
+        """Number of counters of arrivals."""
+        return self.heads + 1 + self.publishes_early
+
+    @property
+    def cluster(self) -> int:
+        """Number of CTAs of a cluster."""
+        return 2 if self.by_sequence and (self.paired or self.paired_x) and self.ctas % 2 == 0 else 1
 
     @property
     def ctas(self) -> int:
@@ -155,13 +196,12 @@ class StepConfig:
         return 2 * self.keys + ranks + (2 * self.values if self.by_sequence else 0)
 
     def tagged_words(self, rows: int) -> int:
-        """Return the number of 32-bit words that CTAs exchange as tagged ones, for ``rows`` rows of x."""
-        exchanged = self.heads * rows * self.exchanged if self.tagged else 0
-        return exchanged + (rows * (self.heads * self.values + self.ctas) if self.tagged_gated else 0)
+        """Return the number of 32-bit words that the CTAs of heads exchange as tagged ones, for ``rows`` rows of x."""
+        return self.heads * rows * self.exchanged if self.tagged else 0
 
     def operand_blocks(self, columns: int) -> int:
         """Return the 64-column blocks of a box of the operand, for slabs of ``columns``."""
-        return min(CHUNK // (128 * max(self.rows, 8)), columns // 64)
+        return min(CHUNK // (128 * max(self.box_rows, 8)), columns // 64)
 
     def operand_bytes(self, columns: int) -> int:
         """Return the bytes of a slab of the operand in shared memory: whole boxes, or padded rows."""
@@ -188,6 +228,12 @@ class StepConfig:
     def out_tile(self) -> int:
         """Rows of a tile of the output weight: the most, up to 16, that leave every CTA a tile, and at least 4."""
         return next((rows for rows in (16, 8) if self.width // rows >= self.ctas), 4)
+
+    @property
+    def out_chunks(self) -> int:
+        """Most chunks of the output weight of a CTA."""
+        slabs, blocks = cdiv(self.heads * self.values, self.out_slab), self.chunk_blocks(self.out_tile, self.out_slab)
+        return cdiv(self.width // self.out_tile, self.ctas) * slabs * cdiv(self.out_slab // 64, blocks)
 
     def chunk_blocks(self, rows: int, columns: int) -> int:
         """Return the 64-column blocks of a chunk, for tiles of ``rows`` rows and slabs of ``columns``."""
@@ -253,27 +299,36 @@ def config_of(
     by_sequence = length == 1 and batch >= members and rows >= 8
     least = 1 if by_sequence else slots
     block_rows = min(power_of_2(cdiv(batch, members)), _BLOCK_SEQUENCES) if by_sequence else max(slots, min(rows, _BLOCK_ROWS))
-    tagged = batch * length <= TAGGED_ROWS
-    tagged_gated = tagged and batch * length <= TAGGED_GATED_ROWS
     sizes = (heads, keys, values, width, rank, float_norm, members, rows, slots)
     while True:
-        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, FLIGHT, tagged, tagged_gated)
+        config = StepConfig(*sizes, block_rows, length == 1, by_sequence, tagged=batch * length <= TAGGED_ROWS)
         for resident in (2, 1) if batch * length <= RESIDENT_ROWS else (1,):
             stages = _layout(replace(config, resident=resident)).stages
             if stages >= FEWEST_STAGES:
                 config = replace(config, flight=min(FLIGHT, stages), resident=resident)
-                copied, bulk = not by_sequence and batch * length <= COPIED_ROWS, by_sequence and values <= 128
-                return with_settings(config, copied=copied, bulk=bulk) or config
+                copied, bulk = not by_sequence and batch * length <= COPIED_ROWS, BULK and by_sequence and values <= 128
+                return with_settings(config, copied=copied, bulk=bulk, proxy_fences=PROXY_FENCES and by_sequence) or config
         if block_rows == least:
             return "needs more shared memory than an SM has: it takes fewer rows of x, a lower rank or smaller heads"
         block_rows //= 2
 
 
+FEW_BY_SEQUENCE = {"rows": 8, "by_sequence": True, "block_rows": 1, "copied": False}
+"""Settings with which CTAs have whole sequences although there are fewer of these than CTAs of a head, up to 8 of one step.
+
+Some CTAs then have no state to advance. Operands have 8 rows, of which TMA fills the last with zeros. Not timed.
+"""
+
+
 def with_settings(config: StepConfig, **fields: Any) -> StepConfig | None:
-    """Return the configuration with other settings, such as ``copied``; ``None`` if they leave the ring too few stages."""
+    """Return the configuration with other settings, such as ``copied``; ``None`` if the ring has too few stages for them.
+
+    With ``early`` it needs room for a CTA's rows of the output weight, behind which the first sequences' gated o is copied.
+    """
     config = replace(config, **fields)
     stages = _layout(config).stages
-    return replace(config, flight=min(config.flight, stages)) if stages >= FEWEST_STAGES else None
+    enough = max(FEWEST_STAGES, config.out_chunks if config.publishes_early else 0)
+    return replace(config, flight=min(config.flight, stages)) if stages >= enough else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -334,10 +389,12 @@ def header(config: StepConfig, timeout_cycles: int = 1 << 32) -> str:
         "BY_SEQUENCE": config.by_sequence,
         "COPIED": config.copied,
         "BULK": config.bulk,
+        "EARLY": config.publishes_early,
         "PROXY_FENCES": config.proxy_fences,
+        "PAIRED": config.cluster > 1 and config.paired,
+        "PAIRED_X": config.cluster > 1 and config.paired_x,
         "BOXED": config.boxed,
         "TAGGED": config.tagged,
-        "TAGGED_GATED": config.tagged_gated,
         "OVERLAP": config.overlap,
         "PER_HEAD": config.rank is None,
         "FLOAT_NORM": config.float_norm,
@@ -377,5 +434,5 @@ def kernel_of(config: StepConfig) -> CudaKernel:
     """Return the kernel of a configuration, not compiled yet."""
     return CudaKernel(
         source_of(config), KINDS, threads=32 * (WARPS + 1), shared_bytes=shared_bytes_of(config), cooperative=True,
-        overlap=config.overlap, mma=Mma.WARP,
+        cluster=config.cluster, overlap=config.overlap, mma=Mma.WARP,
     )  # fmt: skip

@@ -98,15 +98,14 @@ def run(given: StepInputs, markers: torch.Tensor | None = None) -> tuple[torch.T
     state = (x.shape[0], config.heads, config.keys, config.values) if given.want_final else (0,)
     final = x.new_empty(state, dtype=torch.float32)
     exchange = None if config.tagged else x.new_empty(config.heads * rows * config.exchanged, dtype=torch.float32)
-    squares = None if config.tagged_gated or config.by_sequence else x.new_empty(rows * config.ctas, dtype=torch.float32)
-    gated = None if config.tagged_gated else x.new_empty(rows, inner)
-    words = counters(device, (config.heads + 1) * _LINE + cdiv(config.tagged_words(rows), 2))
+    squares = None if config.by_sequence else x.new_empty(rows * config.ctas, dtype=torch.float32)
+    gated = x.new_empty(rows, inner)
+    words = counters(device, config.counters * _LINE + cdiv(config.tagged_words(rows), 2))
     key_tile, value_tile, rank_tile = config.tiles
     maps = [chunk_map(config, weight, tile, config.slab) for tile in (key_tile, value_tile, rank_tile)]
     maps.append(chunk_map(config, w_out, config.out_tile, config.out_slab))
-    maps.append(weight_map(x.view(rows, -1), config.rows, config.operand_blocks(config.slab)) if config.boxed else maps[0])
-    whole = gated is not None and config.by_sequence
-    maps.append(weight_map(gated, config.rows, config.operand_blocks(config.out_slab)) if whole else maps[0])
+    maps.append(weight_map(x.view(rows, -1), config.box_rows, config.operand_blocks(config.slab)) if config.boxed else maps[0])
+    maps.append(weight_map(gated, config.box_rows, config.operand_blocks(config.out_slab)) if config.by_sequence else maps[0])
     CudaLaunch(
         kernel_of(config), device, (config.ctas, 1, 1),
         x, decay_weight, _aligned(given.gk_bias), _aligned(given.norm_weight), initial, final if given.want_final else None,

@@ -14,24 +14,22 @@
 // Row of a tile for the lanes of a quad: a permutation of 0 to 7 that puts rows r and r + 4 into neighboring quads.
 DEVICE int row_of(int quad) { return quad >> 1 | (quad & 1) << 2; }
 
-// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, by load(row, column), run prepare(), wait until all words have been
-// written if they are tagged (AWAITED), and store transform(values, row, column) to shared memory. Ends with a barrier. SLAB_COLUMNS is the
-// width of a slab, of which the last may have less.
-template <int SLAB_COLUMNS, int WIDE, bool AWAITED, class Loaded, class Load, class Prepare, class Transform>
-DEVICE void stage_operand(Consumer& c, int slab, Load load, Prepare prepare, Transform transform) {
+// Load a slab of an operand [B T, WIDE] in bfloat16 into registers, run prepare(), and store transform(values, row, column) to shared memory.
+// Ends with a barrier. SLAB_COLUMNS is the width of a slab, of which the last may have less.
+template <int SLAB_COLUMNS, int WIDE, class Prepare, class Transform>
+DEVICE void stage_operand(Consumer& c, int slab, const u16* operand, Prepare prepare, Transform transform) {
   constexpr int UNITS = SLAB_COLUMNS / 8, EACH = divided(ROWS * UNITS, CONSUMER_THREADS);
-  Loaded v[EACH];
+  uint4 v[EACH];
   c.refresh();
   auto row_of = [&](int i) { return (c.thread + i * CONSUMER_THREADS) / UNITS; };
   auto column_of = [&](int i) { return slab * SLAB_COLUMNS + (c.thread + i * CONSUMER_THREADS) % UNITS * 8; };
   auto has = [&](int i) { return row_of(i) < c.a.rows && column_of(i) < WIDE; };
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    v[i] = {};
-    if (has(i)) v[i] = load(row_of(i), column_of(i));
+    v[i] = {0, 0, 0, 0};
+    if (has(i)) v[i] = load_weak((const uint4*)(operand + (long long)row_of(i) * WIDE + column_of(i)));
   }
   prepare();
-  if constexpr (AWAITED) await_words(v, has, [&](int i) { return load(row_of(i), column_of(i)); });
   c.refresh();
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
@@ -42,23 +40,34 @@ DEVICE void stage_operand(Consumer& c, int slab, Load load, Prepare prepare, Tra
   c.sync();
   c.boxes = BOXES;
 }
-// Copy a slab of an operand by TMA, in at most 4 boxes of all its rows: one thread issues them, and products wait for each box when they need
-// it. Rows behind the last one become zeros.
+// Copy a slab of an operand by TMA, in at most 4 boxes of all its rows or half of them: one thread issues them, and products wait for each box when they need
+// it. Rows behind the last one become zeros. If SHARED, each CTA of a pair copies every second box into both. Both must have read what lies
+// there before, and have initialized their barriers. A box may land before the barrier expects it: its phase still lacks an arrival.
 template <int SLAB_COLUMNS>
 struct Boxes {
-  static constexpr int MOST = CHUNK / (128 * (ROWS > 8 ? ROWS : 8)), BLOCKS = MOST < SLAB_COLUMNS / 64 ? MOST : SLAB_COLUMNS / 64;
-  static_assert(divided(SLAB_COLUMNS / 64, BLOCKS) <= BOXES || !BOXED, "a barrier for each");
-  static DEVICE void issue(const Shared& s, const TensorMap* map, int slab, int blocks) {
+  static constexpr int BLOCKS = box_blocks(SLAB_COLUMNS), BYTES = BLOCKS * BOX_ROWS * 128;
+  static_assert(HALVES * divided(SLAB_COLUMNS / 64, BLOCKS) <= BOXES || !BOXED, "a barrier for each");
+  // Issue the boxes of the halves from `first` to `last` of the rows.
+  template <bool SHARED>
+  static DEVICE void issue(const Shared& s, const TensorMap* map, int slab, int blocks, int first = 0, int last = HALVES - 1) {
 #pragma unroll 1
-    for (int box = 0; box * BLOCKS < blocks; ++box) {
-      mbarrier_arrive_expect_tx(s.loaded + box, BLOCKS * ROWS * 128);
-      tma_load_3d(s.operand + box * BLOCKS * ROWS * 128, map, 0, 0, slab * (SLAB_COLUMNS / 64) + box * BLOCKS, s.loaded + box);
-    }
+    for (int box = 0; box * BLOCKS < blocks; ++box)
+#pragma unroll 1
+      for (int half = first; half <= last; ++half) {
+        u64* const bar = s.loaded + box * HALVES + half;
+        mbarrier_arrive_expect_tx(bar, BYTES);
+        char* const to = s.operand + half * half_bytes(SLAB_COLUMNS) + box * BYTES;
+        const int block = slab * (SLAB_COLUMNS / 64) + box * BLOCKS;
+        if constexpr (!SHARED)
+          tma_load_3d(to, map, 0, half * BOX_ROWS, block, bar);
+        else if (box % 2 == cta_index() % 2)
+          tma_load_3d_multicast(to, map, 0, half * BOX_ROWS, block, bar);
+      }
   }
   // Wait for the boxes of the blocks before `end`.
   static DEVICE void await(Consumer& c, int end) {
 #pragma unroll 1
-    for (; c.boxes * BLOCKS < end; ++c.boxes) {
+    for (; c.boxes / HALVES * BLOCKS < end; ++c.boxes) {
       u64* bar = c.s.loaded + c.boxes;
       spin_until([&] { return mbarrier_try_wait(bar, c.landings >> c.boxes & 1); });
       c.landings ^= 1u << c.boxes;

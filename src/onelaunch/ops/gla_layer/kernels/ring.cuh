@@ -4,9 +4,10 @@
 //            `empty` (one arrival per consumer warp). A chunk has `rows` rows of a matrix over chunk_blocks() blocks of 64 columns. TMA
 //            stores it as [block][row][128 bytes] with the 128-byte swizzle: 16-byte unit u of a line lies at u ^ (line % 8). A chunk of
 //            states is contiguous in memory and in the buffer.
-// Words      what CTAs exchange is tagged where it is small: a word of zero has not been written yet, so that the poll is the read, and no
-//            fence and no counter stands between them. tagged() gives a zero the smallest subnormal number. All words are zero again at
-//            the end of a launch. Larger exchanges count arrivals.
+// Words      what the CTAs of a head exchange is tagged where it is small: a word of zero has not been written yet, so that the poll is the
+//            read, and no fence and no counter stands between them. tagged() gives a zero the smallest subnormal number. All words are zero
+//            again at the end of a launch. Larger exchanges, and that among all CTAs, count arrivals: a poll by every thread of all CTAs takes
+//            more time than a fence and a counter save.
 // Time-out   no wait is unbounded. After TIMEOUT_CYCLES (about two seconds) a wait traps, so that a CTA that never comes gives a CUDA error
 //            and not a hung GPU. A cooperative launch has all its CTAs resident, so this only happens if memory is corrupted.
 #pragma once
@@ -34,15 +35,22 @@ constexpr int K_AT = 0, Q_AT = KEY_ROWS, R_AT = 2 * KEY_ROWS, V_AT = R_AT + RANK
 // sequences.
 constexpr int RANK_PADDED = PER_HEAD ? 0 : divided(RANK, 4) * 4, EXCHANGED_V = 2 * KEYS + RANK_PADDED, EXCHANGED_G = EXCHANGED_V + VALUES;
 constexpr int EXCHANGED = EXCHANGED_V + (BY_SEQUENCE ? 2 * VALUES : 0), INNER = HEADS * VALUES;
-constexpr int COUNTER_WORDS = 32 * (HEADS + 1);  // 128 bytes for each counter
-// Words of a row of gated o that are polled, with those of the sums of squares; none if CTAs count arrivals.
-constexpr int GATED_WORDS = TAGGED_GATED ? INNER + CTAS : 0;
+constexpr int COUNTER_WORDS = 32 * (HEADS + 1 + EARLY);  // 128 bytes for each counter
 
 // An operand, the rows of x or of the gated o, in shared memory: either padded rows, or boxes that TMA has stored as those of weights, with
-// all blocks of 64 columns one after another.
+// all blocks of 64 columns one after another. If EARLY, boxes have half of the rows, and those of the second half follow those of the first.
+constexpr int HALVES = EARLY ? 2 : 1, BOX_ROWS = ROWS / HALVES;
+DEVICE constexpr int box_blocks(int columns) {
+  return CHUNK / (128 * (BOX_ROWS > 8 ? BOX_ROWS : 8)) < columns / 64 ? CHUNK / (128 * (BOX_ROWS > 8 ? BOX_ROWS : 8)) : columns / 64;
+}
+// Bytes of the boxes of a half, of which the last may be wider than the operand.
+DEVICE constexpr int half_bytes(int columns) { return divided(columns / 64, box_blocks(columns)) * box_blocks(columns) * BOX_ROWS * 128; }
 template <int SLAB_COLUMNS>
 DEVICE int operand_offset(int row, int unit) {
-  if constexpr (BOXED) return ((unit >> 3) * ROWS + row) * 128 + ((unit & 7) ^ (row & 7)) * 16;  // shifts: a signed division takes more
+  // Shifts: a signed division takes more.
+  if constexpr (EARLY)
+    return (row >> 3) * half_bytes(SLAB_COLUMNS) + ((unit >> 3) * BOX_ROWS + (row & 7)) * 128 + ((unit & 7) ^ (row & 7)) * 16;
+  if constexpr (BOXED) return ((unit >> 3) * ROWS + row) * 128 + ((unit & 7) ^ (row & 7)) * 16;
   return row * (2 * SLAB_COLUMNS + 64) + unit * 16;
 }
 
@@ -53,9 +61,9 @@ struct Arguments {
   float* final_state;                        // the same or null
   u16* out;                                  // [B T, WIDTH]
   float *exchange, *squares;                 // [H][B T][EXCHANGED]; [B T][CTAS], sums of squares of a CTA's part of o
-  void* gated;                               // [B T, H V]: o, normalized if BY_SEQUENCE, times norm weight and silu(gate); bfloat16, or
-                                             // float32 if TAGGED_GATED
-  u32* counters;                             // [H + 1] lines of 128 bytes: arrivals of each head, then of all CTAs; then tagged words
+  u16* gated;                                // [B T, H V]: o, normalized if BY_SEQUENCE, times norm weight and silu(gate)
+  u32* counters;                             // [H + 1] lines of 128 bytes: arrivals of each head, then of all CTAs, if EARLY also
+                                             // those with their first sequence; then tagged words
   u64* markers;                              // [CTAS][MARKERS + ARRIVALS][2], only if PROFILED
   int batch, length, rows;                   // B, T and B T
   float inverse_normalizer, eps;
@@ -78,12 +86,14 @@ struct Shared {
   void* norm_weight;     // [VALUES], float32 if FLOAT_NORM
   u64 *full, *empty;     // [STAGES]
   u64 *loaded, *read;    // [BOXES]: boxes of a slab of the operand have landed; all that CTAs exchange has been read by this CTA
+  u64* published;        // the first sequence's gated o has been published, if EARLY
   DEVICE explicit Shared(char* base)
       : stages(base), operand(base + OPERAND_AT), sums((float*)(base + SUMS_AT)), y((float*)(base + Y_AT)),
         queries_keys((float*)(base + QUERIES_KEYS_AT)), decays((float*)(base + DECAYS_AT)), low_rank((float*)(base + LOW_RANK_AT)),
         states((float*)(base + STATES_AT)), partial((float*)(base + PARTIAL_AT)), decay_weight((u16*)(base + DECAY_WEIGHT_AT)),
         decay_bias((u16*)(base + DECAY_BIAS_AT)), norm_weight(base + NORM_WEIGHT_AT), full((u64*)(base + FULL_AT)), empty(full + STAGES),
-        loaded(empty + STAGES), read(loaded + BOXES) {}
+        loaded(empty + STAGES), read(loaded + BOXES),
+        published(read + 1) {}
 };
 
 // Spin until ready() is true; trap after the time-out.
@@ -109,8 +119,8 @@ DEVICE bool complete(const uint4& v) { return v.x && v.y && v.z && v.w; }
 // Spin until all words of a thread's N units have been written. v[i] is what load(i) returned at first, zero words included; where has(i)
 // is false, there is no unit i. All units that lack words are loaded again before one of them is looked at: one after the other, each
 // would take a trip to L2 of its own.
-template <int N, class Unit, class Has, class Load>
-DEVICE void await_words(Unit (&v)[N], Has has, Load load) {
+template <int N, class Has, class Load>
+DEVICE void await_words(uint4 (&v)[N], Has has, Load load) {
   spin_until([&] {
     bool lacks[N], all = true;
 #pragma unroll
@@ -163,7 +173,7 @@ struct Consumer {
     if (lane == 0) mbarrier_arrive(s.empty + ring.stage);
     ring.advance();
   }
-  // Arrivals of the CTAs of head `index`, or of all CTAs for index HEADS.
+  // Arrivals of the CTAs of head `index`, or of all CTAs for index HEADS, with their first sequence for index HEADS + 1.
   DEVICE u32* counter(int index) const { return a.counters + 32 * index; }
   // Publish what all consumer threads have written, and arrive. The barrier orders their writes before the release of thread 0.
   DEVICE void arrive(int index) const {

@@ -7,6 +7,8 @@
 //            release before the grid barrier waits for nor loads queue behind. It gives the stage back once its next store is issued.
 // Exchange   a CTA reads q, k, the low-rank factor, v and the gate of its own sequences alone, so it clears the words that it has read.
 // Blocks     BLOCK_ROWS sequences at a time.
+// Early      with EARLY a CTA has at most two sequences, the first of which has one of the first eight rows. Their gated o is published before
+//            the second sequence is advanced, and the producer copies it, half of the operand, while states and o of the second ones arrive.
 #pragma once
 
 constexpr int STATE_FLOATS = KEYS * VALUES < CHUNK / 4 ? KEYS * VALUES : CHUNK / 4;  // of a chunk of states
@@ -175,11 +177,12 @@ DEVICE void advance_sequence(Consumer& c, int first, int i, Held& held, Lent& le
   }
   *(float4*)(c.s.partial + (i * CONSUMER_THREADS + c.thread) * 4) = o;
 }
-// Add the threads' o of the block's sequences, a warp each; normalize and gate it, and publish it in bfloat16. A lane has pairs of neighbors.
-DEVICE void publish_sequences(Consumer& c, int first, int count) {
+// Add the threads' o of the block's sequences from `begin` to `count`, a warp each; normalize and gate it, and publish it in bfloat16. A lane
+// has pairs of neighbors.
+DEVICE void publish_sequences(Consumer& c, int first, int begin, int count) {
   constexpr int PAIRS = divided(VALUES, 64);
   c.refresh();
-  for (int i = c.warp; i < count; i += WARPS) {
+  for (int i = begin + c.warp; i < count; i += WARPS) {
     const float* gates = c.s.queries_keys + i * EXCHANGED + EXCHANGED_G;
     float o[PAIRS][2], squares = 0;
 #pragma unroll
@@ -208,7 +211,22 @@ DEVICE void publish_sequences(Consumer& c, int first, int count) {
     }
   }
 }
-// Run the recurrence of this CTA's sequences; return the last one, whose state `held` has.
+// Publish the gated o of this CTA's first sequence, of at most two, and arrive with it. Only the first warp waits for the release; the others go
+// on with the second sequence, whose state is still arriving. A CTA with one sequence arrives when it arrives at the grid barrier.
+DEVICE void arrive_with_first(const Consumer& c) {
+  red_increment_release(c.counter(HEADS + 1));
+  mbarrier_arrive(c.s.published);
+}
+DEVICE void publish_first(Consumer& c) {
+  c.sync();
+  publish_sequences(c, 0, 0, 1);
+  if (c.warp > 0) return;
+  if constexpr (PROXY_FENCES) fence_proxy_async_global();
+  syncwarp();
+  if (c.lane == 0) arrive_with_first(c);
+}
+// Run the recurrence of this CTA's sequences; return the last one, whose state `held` has, or -1 if there are fewer sequences than CTAs of a head
+// and none is left for this one.
 DEVICE int run_sequences(Consumer& c, Held& held, Lent& lent) {
   const int all = sequences_of(c.a, c.member);
 #pragma unroll 1
@@ -218,11 +236,14 @@ DEVICE int run_sequences(Consumer& c, Held& held, Lent& lent) {
     if (first == 0) c.mark(3);
     make_factors(c, first, count);
 #pragma unroll 1
-    for (int i = 0; i < count && first + i < all - 1; ++i) advance_sequence<false>(c, first, i, held, lent);
+    for (int i = 0; i < count && first + i < all - 1; ++i) {
+      advance_sequence<false>(c, first, i, held, lent);
+      if constexpr (EARLY) publish_first(c);
+    }
     if (first + count == all) advance_sequence<true>(c, first, count - 1, held, lent);
     c.sync();
     if (first + count == all) c.mark(4);
-    publish_sequences(c, first, count);
+    publish_sequences(c, first, EARLY && all > 1 ? 1 : 0, count);
     if (first + count < all) c.sync();
   }
   return all - 1;

@@ -1,19 +1,10 @@
 // Norm, gate and output projection.
 //
 // By values, publish_gated() multiplies o by the norm's weight and silu(gate), and publishes it with the sum of o's squares in each CTA. The
-// norm of a head needs all its CTAs, so the division by it is left to those who read the operand. A few rows are published as tagged words
-// in float32 (TAGGED_GATED), which the readers poll; more of them in bfloat16 before a grid barrier. By sequences, a CTA publishes
-// the normalized o itself (sequences.cuh), and TMA copies the operand. A CTA then multiplies whole rows of the output weight, so that sums
-// are complete and in a fixed order.
+// norm of a head needs all its CTAs, so the division by it is left to those who read the operand. By sequences, a CTA publishes the
+// normalized o itself (sequences.cuh), and TMA copies the operand. Both are read behind a grid barrier. A CTA then multiplies whole rows of
+// the output weight, so that sums are complete and in a fixed order.
 #pragma once
-
-DEVICE float* gated_words(const Consumer& c) { return (float*)(c.a.counters + COUNTER_WORDS) + (long long)HEADS * c.a.rows * EXCHANGED; }
-// Place of a column among the words of a row. A thread polls eight columns by two loads of 16 bytes, and a load that sees other CTAs' stores
-// passes L1. So the first halves of a warp's 32 times eight columns follow each other, then the second halves: each load of a warp reads
-// whole sectors of 32 bytes, where halves side by side would be read from L2 twice.
-constexpr bool HALVES_APART = INNER % 256 == 0;
-DEVICE int word_of(int column) { return HALVES_APART ? (column & ~255) | (column & 4) << 5 | (column & 248) >> 1 | (column & 3) : column; }
-DEVICE float* square_words(const Consumer& c) { return TAGGED_GATED ? gated_words(c) + c.a.rows * INNER : c.a.squares; }
 
 DEVICE float norm_weight(const Consumer& c, int at) {
   return FLOAT_NORM ? ((const float*)c.s.norm_weight)[at] : bf16_to_float(((const u16*)c.s.norm_weight)[at]);
@@ -28,20 +19,11 @@ DEVICE void publish_gated(Consumer& c) {
       const float gated = o * norm_weight(c, c.member * VALUE_ROWS + value) * silu(gate);
       const int column = c.head * VALUES + c.member * VALUE_ROWS + value;
       squares += o * o;
-      if constexpr (TAGGED_GATED)
-        store_relaxed((u32*)gated_words(c) + row * INNER + word_of(column), tagged(gated));
-      else
-        ((u16*)c.a.gated)[row * INNER + column] = to_bf16(gated);
+      c.a.gated[row * INNER + column] = to_bf16(gated);
     }
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) squares += shfl_xor(squares, mask);
-    if (c.lane == 0) {
-      u32* to = (u32*)square_words(c) + row * CTAS + cta_index();
-      if constexpr (TAGGED_GATED)
-        store_relaxed(to, tagged(squares));
-      else
-        *to = float_as_uint(squares);
-    }
+    if (c.lane == 0) c.a.squares[row * CTAS + cta_index()] = squares;
   }
 }
 
@@ -52,16 +34,10 @@ DEVICE void make_norms(Consumer& c) {
     float sum = 0;
 #pragma unroll 1
     for (int member = 0; member < MEMBERS; member += AT_ONCE) {
-      const u32* from = (const u32*)square_words(c) + at * MEMBERS + member;
+      const u32* from = (const u32*)c.a.squares + at * MEMBERS + member;
       u32 v[AT_ONCE];
-      spin_until([&] {
-        bool all = true;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) v[i] = load_relaxed(from + i);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) all = all && v[i];
-        return all || !TAGGED_GATED;
-      });
+      for (int i = 0; i < AT_ONCE; ++i) v[i] = load_relaxed(from + i);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) sum += uint_as_float(v[i]);
     }
@@ -70,49 +46,12 @@ DEVICE void make_norms(Consumer& c) {
   c.sync();
 }
 DEVICE u32 scaled(u32 pair, float scale) { return floats_to_bf16x2(bf16_to_float(pair) * scale, high_bf16_to_float(pair) * scale); }
-DEVICE u32 scaled(u32 low, u32 high, float scale) { return floats_to_bf16x2(uint_as_float(low) * scale, uint_as_float(high) * scale); }
 
 // Number of tiles of the output weight that this CTA multiplies: tile cta_index() and every CTAS-th one after it.
 DEVICE int output_tiles() { return divided(WIDTH / OUT_TILE - cta_index(), CTAS); }
 
-// Stage a slab of the gated o of all CTAs, which must have arrived unless its words are tagged.
-// Numbers of eight columns of a row, and the sums of squares of their head if a thread reads them itself and shares no norms.
-constexpr bool OWN_NORM = TAGGED_GATED && (MEMBERS == 4 || MEMBERS == 8 || MEMBERS == 16);
-constexpr int SQUARE_UNITS = OWN_NORM ? MEMBERS / 4 : 1;
-struct Eight { uint4 low, high, squares[SQUARE_UNITS]; };
-DEVICE Eight load_eight(const Consumer& c, int row, int column) {
-  const uint4 *from = (const uint4*)(gated_words(c) + row * INNER + word_of(column));
-  Eight v = {load_relaxed(from), load_relaxed(from + (HALVES_APART ? 32 : 1)), {}};
-  if constexpr (OWN_NORM) {
-    const uint4* squares = (const uint4*)(square_words(c) + (row * HEADS + column / VALUES) * MEMBERS);
-#pragma unroll
-    for (int i = 0; i < SQUARE_UNITS; ++i) v.squares[i] = load_relaxed(squares + i);
-  }
-  return v;
-}
-DEVICE bool complete(const Eight& v) {
-  bool all = complete(v.low) && complete(v.high);
-#pragma unroll
-  for (int i = 0; i < SQUARE_UNITS; ++i) all = all && (!OWN_NORM || complete(v.squares[i]));
-  return all;
-}
-DEVICE uint4 finish_eight(const Consumer& c, const Eight& v, int row, int column) {
-  float scale = c.s.queries_keys[row * HEADS + column / VALUES];
-  if constexpr (OWN_NORM) {
-    scale = 0;
-#pragma unroll
-    for (int i = 0; i < SQUARE_UNITS; ++i) {
-      const uint4& s = v.squares[i];
-      scale += uint_as_float(s.x), scale += uint_as_float(s.y), scale += uint_as_float(s.z), scale += uint_as_float(s.w);
-    }
-    scale = rsqrt_approx(scale * (1.0f / VALUES) + c.a.eps);
-  }
-  const uint4 &a = v.low, &b = v.high;
-  return {scaled(a.x, a.y, scale), scaled(a.z, a.w, scale), scaled(b.x, b.y, scale), scaled(b.z, b.w, scale)};
-}
+// Stage a slab of the gated o of all CTAs, which must have arrived.
 DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
-  auto scale_of = [&](int row, int column) { return c.s.queries_keys[row * HEADS + column / VALUES]; };
-  auto prepare = [&] { if (slab == 0) make_norms(c); };
   if constexpr (BY_SEQUENCE && BOXED) {
     if (slab > 0) c.sync();
     if (c.thread == 0) {
@@ -120,20 +59,19 @@ DEVICE void stage_gated(Consumer& c, const Maps& maps, int slab, int blocks) {
         spin_until([&] { return load_acquire(c.counter(HEADS)) >= (u32)CTAS; });
         PROXY_FENCES ? fence_proxy_async_global() : fence_proxy_async();
       }
-      Boxes<OUT_SLAB>::issue(c.s, maps.gated, slab, blocks);
+      // Behind the grid barrier no CTA reads x any more. That the other CTA of a pair has read a slab is not known.
+      if (slab == 0)
+        Boxes<OUT_SLAB>::issue<PAIRED>(c.s, maps.gated, slab, blocks, EARLY ? 1 : 0);
+      else
+        Boxes<OUT_SLAB>::issue<false>(c.s, maps.gated, slab, blocks);
     }
     c.boxes = 0;
-  } else if constexpr (TAGGED_GATED) {
-    stage_operand<OUT_SLAB, INNER, true, Eight>(
-        c, slab, [&](int row, int column) { return load_eight(c, row, column); }, [&] { if (!OWN_NORM) prepare(); },
-        [&](const Eight& v, int row, int column) { return finish_eight(c, v, row, column); });
   } else {
-    stage_operand<OUT_SLAB, INNER, false, uint4>(
-        c, slab, [&](int row, int column) { return load_weak((const uint4*)((const u16*)c.a.gated + (long long)row * INNER + column)); }, prepare,
-        [&](const uint4& v, int row, int column) {
-          const float scale = scale_of(row, column);
-          return uint4{scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale)};
-        });
+    auto prepare = [&] { if (slab == 0) make_norms(c); };
+    stage_operand<OUT_SLAB, INNER>(c, slab, c.a.gated, prepare, [&](const uint4& v, int row, int column) {
+      const float scale = c.s.queries_keys[row * HEADS + column / VALUES];
+      return uint4{scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale)};
+    });
   }
 }
 // Multiply the gated o of all CTAs by this CTA's rows of the output weight. read() is called once this CTA has read the last slab.
