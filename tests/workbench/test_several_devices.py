@@ -20,6 +20,7 @@ import pytest
 from onelaunch.errors import ArgumentError, ResultMismatch
 from onelaunch.operation import Probe
 from onelaunch.workbench import run as module
+from onelaunch.workbench.measure import timing
 from onelaunch.workbench.merging import merged, refuse_other_devices
 from onelaunch.workbench.options import Part
 from onelaunch.workbench.result import ProbeReport, Result
@@ -49,9 +50,23 @@ def supervised(declared, **more):
     return run(declared, **({"in_process": False, "call_limit": 60.0, "save_to": PATH} | more))
 
 
+def both_at_once():
+    """Return steps with which no process measures before both do, so that neither takes over the shape of the other."""
+    begun = multiprocessing.get_context("fork").Barrier(2)
+    first = []
+
+    def measure(*args, **more):
+        if not first:
+            first.append(begun.wait(60))
+        return timing.measure(*args, **more)
+
+    return steps(measure=measure)
+
+
 def test_two_processes_measure_what_one_does(side_by_side):
     told = []
-    result = supervised(study(FASTER, directions=("forward", "forward_backward")), on_progress=told.append)
+    declared = study(FASTER, directions=("forward", "forward_backward"))
+    result = supervised(declared, on_progress=told.append, steps=both_at_once())
     assert not result.interrupted
     assert result.decision is not None
     both = [("first", "forward"), ("first", "forward_backward"), ("second", "forward"), ("second", "forward_backward")]
