@@ -135,10 +135,10 @@ def pytorch_variants(operation: Operation[..., Any]) -> list[str]:
 def triton_variants(operation: Operation[..., Any]) -> list[str]:
     """Return the variants with kernels of our own that run on any GPU. Only variants with own kernels state their launches.
 
-    ``fused_recurrent`` of ``gla`` is left out: it takes what the other kernels refuse, and test_gla_recurrence.py tests it. So is
-    ``fused_few_rows`` of ``linear_rnn``, which takes few rows, without gradients: test_linear_rnn_few_rows.py tests it.
+    ``fused_recurrent`` of ``gla`` is left out: it takes what the other kernels refuse, and test_gla_recurrence.py tests it. Two
+    of ``linear_rnn`` are left out, too, which take few rows, without gradients: test_linear_rnn_few_rows.py tests them.
     """
-    apart = (FUSED_RECURRENT, "fused_few_rows")
+    apart = (FUSED_RECURRENT, "fused_few_rows", "semi_fused_few_rows")
     own = [name for name, variant in operation.variants.items() if variant.launches is not None and name not in apart]
     return [name for name in own if operation.variants[name].capabilities.architectures is None]
 
